@@ -1,0 +1,327 @@
+/* moepool: mixture-of-experts weights packed in host memory, hot experts in slots on a device.
+ *
+ * This header is the whole C ABI. It is plain C99, includes nothing but <stdint.h> and <stddef.h>, and
+ * is also what the Python binding is generated from, so it stays free of macros that expand to code.
+ *
+ * CONVENTIONS
+ *   Errors.     Every function that can fail returns a moepool_status. On failure nothing was changed, output
+ *               parameters are untouched, and moepool_last_error() gives the message of this thread.
+ *   Handles.    moepool_store, moepool_pool and moepool_route are opaque and owned by the caller, who releases each
+ *               once with its ..._destroy / ..._release function; NULL is accepted there and does nothing. A pool
+ *               keeps its store's memory alive and a route its pool's, so handles may be released in any order.
+ *   Threads.    Functions on different handles may run at once. A sealed store may be used by any number of threads.
+ *               A pool may be used by any number of threads: resolve is serialised inside, kernels run in parallel.
+ *               A route is used by one thread at a time.
+ *   Devices.    MOEPOOL_CPU (-1) or a CUDA device index. Pointers to rows, weights and outputs are host pointers for
+ *               the CPU and device pointers of that device otherwise. `stream` is a cudaStream_t (NULL: the default
+ *               stream), ignored on the CPU. CPU calls return when the result is there; CUDA calls when it is queued.
+ *   Arithmetic. docs/numerics.md. The bits of a result depend on weights, activations, ids and router weights alone.
+ *
+ * THE ID CONTRACT
+ *   ids is (tokens, k): for each token (row) and place (column) the number of an expert of the layer.
+ *   -1            the place is skipped: its output row is +0.0 in every column and it takes no part in combine.
+ *   repeats       allowed, within a token and between tokens: every place is computed for itself.
+ *   out of range  an id outside [-1, experts) on the host is MOEPOOL_ERROR_INDEX with its position; 64-bit ids are
+ *                 compared before they are narrowed. In device memory it makes the place's row NaN and the pool's
+ *                 next host call returns MOEPOOL_ERROR_INDEX; it is never used as an address.
+ *   tokens = 0    legal: nothing is computed, nothing is counted. All ids -1 is legal: all rows are zero.
+ */
+#ifndef MOEPOOL_H
+#define MOEPOOL_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#if defined(_WIN32)
+#define MOEPOOL_API
+#else
+#define MOEPOOL_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ------------------------------------------------------------------------------------------- status and version */
+
+typedef enum moepool_status {
+    MOEPOOL_OK = 0,
+    MOEPOOL_ERROR_ARGUMENT = 1,      /* a value, shape or size is wrong */
+    MOEPOOL_ERROR_INDEX = 2,         /* an expert id is outside [-1, experts) */
+    MOEPOOL_ERROR_OUT_OF_MEMORY = 3, /* host or device memory; the message says how many bytes were asked for */
+    MOEPOOL_ERROR_CUDA = 4,          /* the CUDA runtime or driver failed */
+    MOEPOOL_ERROR_IO = 5,            /* data of a file is inconsistent (a weight scale that is not finite, ...) */
+    MOEPOOL_ERROR_UNSUPPORTED = 6,   /* legal, but not in this build or on this machine */
+    MOEPOOL_ERROR_STATE = 7,         /* the handle is not in a state that allows the call */
+    MOEPOOL_ERROR_INTERNAL = 8       /* a fault of moepool itself: please report it */
+} moepool_status;
+
+enum { MOEPOOL_ABI_VERSION = 1 };
+
+/* The MOEPOOL_ABI_VERSION the library was built with. */
+MOEPOOL_API int32_t moepool_abi_version(void);
+
+/* Message of the last failed call of this thread, "" if none failed. Valid until this thread's next moepool call. */
+MOEPOOL_API const char *moepool_last_error(void);
+
+/* What was built, as a JSON object: version, compiler, flags, cuda (toolkit version or null), cuda_archs, cpu kernel
+ * sets. Static storage. */
+MOEPOOL_API const char *moepool_build_info(void);
+
+/* ------------------------------------------------------------------------------------------------ quantisation types */
+
+/* A ggml weight type that this build computes with. */
+typedef struct moepool_type_info {
+    int32_t id;          /* ggml's number */
+    int32_t block;       /* columns of a block; K must be a multiple */
+    int32_t block_bytes; /* bytes of a block in a GGUF file */
+    int32_t panel_words; /* 32-bit words that a row takes in a full panel of 256 columns */
+    const char *name;    /* ggml's name in lower case ("q4_k"); static storage */
+} moepool_type_info;
+
+MOEPOOL_API int32_t moepool_type_count(void);
+
+/* The index-th type, 0 <= index < moepool_type_count(), in rising id. */
+MOEPOOL_API moepool_status moepool_type_at(int32_t index, moepool_type_info *info);
+
+/* --------------------------------------------------------------------------------------------------------- the CPU */
+
+/* Kernel sets ("portable", "avx512", ...) in rising order of preference. All give the same bits. */
+MOEPOOL_API int32_t moepool_cpu_kernel_count(void);
+/* Name of the index-th set and whether this machine can run it. Static storage. */
+MOEPOOL_API moepool_status moepool_cpu_kernel_at(int32_t index, const char **name, int32_t *usable);
+/* Picks a set by name for all later calls of the process; NULL picks the best usable one, which is the default. */
+MOEPOOL_API moepool_status moepool_cpu_select(const char *name);
+/* Name of the set in use. Static storage. */
+MOEPOOL_API const char *moepool_cpu_selected(void);
+
+/* Threads that later calls use, the caller included. 0 restores the default: the CPUs this process may use, by
+ * affinity and cgroup limit. Waits for calls under way. */
+MOEPOOL_API moepool_status moepool_set_threads(int32_t threads);
+MOEPOOL_API int32_t moepool_get_threads(void);
+
+/* -------------------------------------------------------------------------------------------------------------- CUDA */
+
+typedef struct moepool_device_info {
+    char name[256];
+    char pci_bus_id[32]; /* "0000:17:00.0" */
+    char uuid[48];       /* "GPU-..." as NVML writes it */
+    int32_t compute_major, compute_minor;
+    int64_t total_bytes, free_bytes; /* as the CUDA runtime sees them */
+} moepool_device_info;
+
+/* How many CUDA devices this process sees: CUDA_VISIBLE_DEVICES decides. Fails with UNSUPPORTED and a reason where
+ * there is no usable driver, or no CUDA in this build. */
+MOEPOOL_API moepool_status moepool_cuda_devices(int32_t *count);
+MOEPOOL_API moepool_status moepool_cuda_device(int32_t device, moepool_device_info *info);
+
+/* The most host memory that this process page-locks for CUDA, over all stores; INT64_MAX, the default, is no limit.
+ * Records past it stay pageable: they reach the device through a small page-locked ring. Applies to what is pinned
+ * from now on; a layer is pinned when its first CUDA pool is made. */
+MOEPOOL_API moepool_status moepool_set_pinned_limit(int64_t bytes);
+
+/* --------------------------------------------------------------------------------------------------------- the store */
+
+/* A store holds the packed experts of any number of layers. An expert's record is its matrices in the order of the
+ * layer (for an FFN: gate, up, down), then its biases and scales. */
+typedef struct moepool_store moepool_store;
+
+/* One matrix of every expert of a layer: `rows` outputs (N) by `columns` inputs (K). */
+typedef struct moepool_matrix {
+    int32_t type; /* ggml's number */
+    int32_t has_bias;
+    int32_t has_scale;
+    int64_t rows;
+    int64_t columns;
+} moepool_matrix;
+
+typedef struct moepool_layer_info {
+    int32_t experts;
+    int32_t matrices;
+    int64_t record_bytes; /* one expert; a multiple of 256; what one slot takes and one miss copies */
+    int64_t bytes;        /* all records, with the padding between pieces */
+    int64_t pinned_bytes; /* of these, page-locked for CUDA */
+} moepool_layer_info;
+
+MOEPOOL_API moepool_status moepool_store_create(moepool_store **store);
+MOEPOOL_API void moepool_store_destroy(moepool_store *store);
+
+/* Appends a layer of `experts` experts, each with `count` matrices, its memory zeroed, and gives its index. Types must
+ * be known, sizes positive, columns whole blocks. */
+MOEPOOL_API moepool_status moepool_store_add_layer(moepool_store *store, int32_t experts, int32_t count,
+                                                   const moepool_matrix *matrices, int32_t *layer);
+
+/* Packs the GGUF blocks of `count` experts from `expert` on, on all threads. Expert i of these begins at blocks + i *
+ * expert_stride bytes, its rows follow one another. Refuses scales (float16) that are not finite with MOEPOOL_ERROR_IO
+ * and leaves the records of the call in an unspecified, repackable state. */
+MOEPOOL_API moepool_status moepool_store_pack(moepool_store *store, int32_t layer, int32_t matrix, int32_t expert,
+                                              int32_t count, const void *blocks, int64_t expert_stride);
+
+/* The inverse: writes the GGUF blocks of one expert, rows * columns / block * block_bytes bytes, the same bytes that
+ * were packed. */
+MOEPOOL_API moepool_status moepool_store_unpack(const moepool_store *store, int32_t layer, int32_t matrix,
+                                                int32_t expert, void *blocks);
+
+/* Sets one expert's bias (rows floats) or scale (one float) of a matrix declared with it. */
+MOEPOOL_API moepool_status moepool_store_set_bias(moepool_store *store, int32_t layer, int32_t matrix, int32_t expert,
+                                                  const float *bias);
+MOEPOOL_API moepool_status moepool_store_set_scale(moepool_store *store, int32_t layer, int32_t matrix, int32_t expert,
+                                                   float scale);
+
+/* Ends packing: from here on the store cannot change and pools can be made. */
+MOEPOOL_API moepool_status moepool_store_seal(moepool_store *store);
+
+MOEPOOL_API int32_t moepool_store_layers(const moepool_store *store);
+MOEPOOL_API moepool_status moepool_store_layer(const moepool_store *store, int32_t layer, moepool_layer_info *info);
+
+/* --------------------------------------------------------------------------------------------------------- the pool */
+
+/* A pool serves one layer of a store from `slots` slots on a device. */
+typedef struct moepool_pool moepool_pool;
+
+enum { MOEPOOL_CPU = -1 };
+
+typedef enum moepool_policy {
+    MOEPOOL_POLICY_LRU = 0,   /* evicts the expert used longest ago */
+    MOEPOOL_POLICY_STATIC = 1 /* holds the experts given at creation and no others */
+} moepool_policy;
+
+/* Who computes an expert that is wanted and not resident. Which experts become resident does not depend on it. */
+typedef enum moepool_miss {
+    MOEPOOL_MISS_STREAM = 0, /* the device: from the slot just filled, or, if it got none, read in place */
+    MOEPOOL_MISS_HOST = 1    /* the CPU, where the record lies; a slot it was given is filled for later steps */
+} moepool_miss;
+
+typedef enum moepool_phase {
+    MOEPOOL_PHASE_AUTO = 0, /* a prompt if it has more than prompt_tokens tokens */
+    MOEPOOL_PHASE_DECODE = 1,
+    MOEPOOL_PHASE_PROMPT = 2 /* bypasses: admits, evicts and stamps nothing */
+} moepool_phase;
+
+typedef struct moepool_pool_config {
+    int32_t layer;
+    int32_t slots;  /* 0 .. experts; more is capped at experts */
+    int32_t device; /* MOEPOOL_CPU or a CUDA device */
+    moepool_policy policy;
+    moepool_miss miss;
+    int32_t prompt_tokens; /* MOEPOOL_PHASE_AUTO takes more tokens than this for a prompt; 32 */
+    int32_t admit;         /* the most experts admitted a step; -1: no limit */
+    int64_t budget_bytes;  /* on CUDA, the most that this pool's slots take; what does not fit gets no slot. 0: all pools
+                            * of a device take at most half of the memory that they and nobody else use. */
+    int32_t hot_count;     /* MOEPOOL_POLICY_STATIC: the resident experts, at most `slots`, distinct; */
+    const int32_t *hot;    /* NULL: the first `slots` experts. Copied. */
+} moepool_pool_config;
+
+/* Counts since creation. An expert counts once a step, however many places want it. */
+typedef struct moepool_pool_stats {
+    int64_t steps;         /* resolves with at least one wanted expert */
+    int64_t bypasses;      /* of these, steps that left the pool as it was */
+    int64_t hits;          /* decode steps: wanted experts that were resident */
+    int64_t misses;        /* decode steps: wanted experts that were not */
+    int64_t prompt_hits;   /* the same of prompt steps */
+    int64_t prompt_misses;
+    int64_t evictions;
+    int64_t copied_bytes;   /* records copied into slots */
+    int64_t in_place_bytes; /* records of stream misses read where they lie, once a step */
+    int64_t host_bytes;     /* records of host misses computed on the CPU, once a step */
+    int32_t slots;    /* fewer than asked for if memory was short */
+    int32_t experts;
+    int32_t resident; /* slots that hold an expert now */
+    int32_t leased;   /* slots that an open route pins now */
+    int64_t slot_bytes;   /* device memory that the slots take */
+    int64_t pinned_bytes; /* of the layer's records, page-locked */
+} moepool_pool_stats;
+
+/* Fills `config` with the defaults: layer 0, 0 slots, CPU, LRU, stream, 32, -1, no hot list. */
+MOEPOOL_API void moepool_pool_config_init(moepool_pool_config *config);
+
+MOEPOOL_API moepool_status moepool_pool_create(const moepool_store *store, const moepool_pool_config *config,
+                                               moepool_pool **pool);
+MOEPOOL_API void moepool_pool_destroy(moepool_pool *pool);
+MOEPOOL_API moepool_status moepool_pool_get_stats(const moepool_pool *pool, moepool_pool_stats *stats);
+
+/* The remap tables: slot_of[experts] holds an expert's slot or -1 (hot), expert_in[slots] a slot's expert or -1. Either
+ * may be NULL. */
+MOEPOOL_API moepool_status moepool_pool_tables(const moepool_pool *pool, int32_t *slot_of, int32_t *expert_in);
+
+/* --------------------------------------------------------------------------------------------------------- the route */
+
+/* The outcome of resolving the ids of one step: where each place's expert is read. It is also a lease: a slot that it
+ * uses is not overwritten before it is released. */
+typedef struct moepool_route moepool_route;
+
+typedef struct moepool_ids {
+    const void *data;
+    int32_t bits;         /* 32 or 64: signed integers */
+    int32_t device;       /* where data lies: MOEPOOL_CPU or a CUDA device */
+    int64_t tokens;
+    int64_t k;            /* at least 1 */
+    int64_t token_stride; /* bytes from a token to the next; may be negative or 0 */
+    int64_t place_stride; /* bytes from a place to the next */
+} moepool_ids;
+
+typedef struct moepool_route_info {
+    int64_t tokens;
+    int64_t k;
+    int64_t tick;    /* the pool's step count, 0 if the step wanted nothing */
+    int32_t bypass;  /* the step left the pool as it was */
+    int32_t prompt;  /* it was a prompt step */
+    int32_t hits;    /* distinct wanted experts that were resident */
+    int32_t misses;  /* ... that were not */
+    int32_t admitted;
+} moepool_route_info;
+
+/* One step of the residency law: takes the distinct ids, decides who is admitted and evicted, fills slots. `ids` is
+ * read before the call returns. */
+MOEPOOL_API moepool_status moepool_pool_resolve(moepool_pool *pool, const moepool_ids *ids, moepool_phase phase,
+                                                void *stream, moepool_route **route);
+MOEPOOL_API void moepool_route_release(moepool_route *route);
+MOEPOOL_API moepool_status moepool_route_get_info(const moepool_route *route, moepool_route_info *info);
+
+/* hot[tokens * k]: the slot that serves the place, or -1. cold[tokens * k]: the id of a place that no slot serves, or
+ * -1. A skipped place is -1 in both. Host arrays; either may be NULL. */
+MOEPOOL_API moepool_status moepool_route_tables(const moepool_route *route, int32_t *hot, int32_t *cold);
+
+/* --------------------------------------------------------------------------------------------------------- the ops */
+
+typedef enum moepool_dtype { MOEPOOL_F32 = 0, MOEPOOL_F16 = 1, MOEPOOL_BF16 = 2 } moepool_dtype;
+
+/* Which places an op computes; the others' rows are +0.0. HOT and COLD partition the places that are not skipped, as
+ * moepool_route_tables says. */
+typedef enum moepool_half { MOEPOOL_ALL = 0, MOEPOOL_HOT = 1, MOEPOOL_COLD = 2 } moepool_half;
+
+/* Activation rows, packed: (tokens, columns), or (tokens, k, columns) if per_place. */
+typedef struct moepool_rows {
+    const void *data;
+    moepool_dtype dtype;
+    int32_t per_place;
+} moepool_rows;
+
+/* out (tokens, k, rows) = the route's experts' matrix times x, float32, packed. out must not overlap x. */
+MOEPOOL_API moepool_status moepool_matmul_id(const moepool_route *route, int32_t matrix, moepool_half half,
+                                             const moepool_rows *x, float *out, void *stream);
+
+/* The whole layer: gate, up, swiglu, down, combine. x is (tokens, columns of gate), weights (tokens, k), out (tokens,
+ * rows of down) float32. The pool's layer must have three matrices (gate, up, down). The same bytes as the ops one by
+ * one. out may not overlap x or weights. */
+MOEPOOL_API moepool_status moepool_ffn(const moepool_route *route, const moepool_rows *x, const void *weights,
+                                       moepool_dtype weights_dtype, float *out, void *stream);
+
+/* out[i] = silu(gate[i]) * up[i], i < count. out may be gate or up. */
+MOEPOOL_API moepool_status moepool_swiglu(int32_t device, int64_t count, const float *gate, const float *up, float *out,
+                                          void *stream);
+
+/* out[i] = a[i] + b[i]: joins zero-padded halves exactly. out may be a or b. */
+MOEPOOL_API moepool_status moepool_add(int32_t device, int64_t count, const float *a, const float *b, float *out,
+                                       void *stream);
+
+/* out (tokens, columns) = sum over the places j of a token, in rising order and skipping ids of -1, of weights (tokens,
+ * k) times rows (tokens, k, columns). */
+MOEPOOL_API moepool_status moepool_combine(const moepool_route *route, int64_t columns, const float *rows,
+                                           const void *weights, moepool_dtype weights_dtype, float *out, void *stream);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* MOEPOOL_H */
