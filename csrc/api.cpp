@@ -1,0 +1,350 @@
+// The C ABI: each entry checks its arguments, calls one thing, and turns exceptions into a status.
+#include "moepool.h"
+
+#include <exception>
+#include <memory>
+#include <new>
+
+#include "cpu/kernels.h"
+#include "cpu/threads.h"
+#include "error.h"
+#include "pool/pool.h"
+#include "pool/route.h"
+#include "quant/types.h"
+#include "store/store.h"
+#if MOEPOOL_CUDA
+#include "cuda/backend.h"
+#endif
+
+#ifndef MOEPOOL_VERSION
+#define MOEPOOL_VERSION "unknown"
+#endif
+#ifndef MOEPOOL_BUILD_FLAGS
+#define MOEPOOL_BUILD_FLAGS ""
+#endif
+#ifndef MOEPOOL_BUILD_CUDA
+#define MOEPOOL_BUILD_CUDA ""
+#endif
+#ifndef MOEPOOL_BUILD_CUDA_ARCHS
+#define MOEPOOL_BUILD_CUDA_ARCHS ""
+#endif
+
+struct moepool_store {
+    std::shared_ptr<moepool::Store> store;
+};
+struct moepool_pool {
+    std::shared_ptr<moepool::Pool> pool;
+};
+struct moepool_route {
+    std::unique_ptr<moepool::Route> route;
+};
+
+namespace {
+
+using moepool::Error;
+using moepool::fail;
+
+template <class Body>
+moepool_status guarded(Body &&body) noexcept {
+    try {
+        body();
+        return MOEPOOL_OK;
+    } catch (const Error &error) {
+        moepool::set_last_error(error.what());
+        return error.status();
+    } catch (const std::bad_alloc &) {
+        moepool::set_last_error("host memory: an allocation was refused");
+        return MOEPOOL_ERROR_OUT_OF_MEMORY;
+    } catch (const std::exception &error) {
+        moepool::set_last_error(error.what());
+        return MOEPOOL_ERROR_INTERNAL;
+    }
+}
+
+template <class T>
+T &given(T *pointer, const char *name) {
+    if (!pointer) fail(MOEPOOL_ERROR_ARGUMENT, "%s is NULL", name);
+    return *pointer;
+}
+
+moepool::Store &store_of(const moepool_store *store) { return *given(store, "store").store; }
+moepool::Pool &pool_of(const moepool_pool *pool) { return *given(pool, "pool").pool; }
+const moepool::Route &route_of(const moepool_route *route) { return *given(route, "route").route; }
+
+void check_dtype(moepool_dtype dtype) {
+    if (dtype < MOEPOOL_F32 || dtype > MOEPOOL_BF16)
+        fail(MOEPOOL_ERROR_ARGUMENT, "%d is not a dtype of activations", static_cast<int>(dtype));
+}
+
+// Data of an op may be NULL only where there is none.
+void check_data(const void *data, int64_t count, const char *name) {
+    if (count > 0 && !data) fail(MOEPOOL_ERROR_ARGUMENT, "%s is NULL", name);
+}
+
+void check_rows(const moepool_rows *x, const moepool::Route &route) {
+    check_dtype(given(x, "x").dtype);
+    check_data(x->data, route.places(), "x->data");
+}
+
+}  // namespace
+
+// ------------------------------------------------------------------------------------------------ status and version
+
+int32_t moepool_abi_version(void) { return MOEPOOL_ABI_VERSION; }
+
+const char *moepool_last_error(void) { return moepool::last_error(); }
+
+const char *moepool_build_info(void) {
+    return "{\"version\": \"" MOEPOOL_VERSION "\", \"compiler\": \"" __VERSION__ "\", \"flags\": \"" MOEPOOL_BUILD_FLAGS
+           "\", \"cuda\": \"" MOEPOOL_BUILD_CUDA "\", \"cuda_archs\": \"" MOEPOOL_BUILD_CUDA_ARCHS "\"}";
+}
+
+// -------------------------------------------------------------------------------------------------------------- types
+
+int32_t moepool_type_count(void) { return moepool::kTypeCount; }
+
+moepool_status moepool_type_at(int32_t index, moepool_type_info *info) {
+    return guarded([&] {
+        if (index < 0 || index >= moepool::kTypeCount)
+            fail(MOEPOOL_ERROR_ARGUMENT, "type index %d is outside [0, %d)", index, moepool::kTypeCount);
+        const moepool::TypeInfo &type = moepool::type_info(index);
+        given(info, "info") = {type.id, type.block, type.block_bytes, type.panel_words(moepool::kChunkColumns),
+                               type.name};
+    });
+}
+
+// ---------------------------------------------------------------------------------------------------------------- CPU
+
+int32_t moepool_cpu_kernel_count(void) { return moepool::kernel_set_count(); }
+
+moepool_status moepool_cpu_kernel_at(int32_t index, const char **name, int32_t *usable) {
+    return guarded([&] {
+        if (index < 0 || index >= moepool::kernel_set_count())
+            fail(MOEPOOL_ERROR_ARGUMENT, "kernel set index %d is outside [0, %d)", index, moepool::kernel_set_count());
+        given(name, "name");
+        given(usable, "usable");
+        *name = moepool::kernel_set(index).name;
+        *usable = moepool::kernel_set(index).usable();
+    });
+}
+
+moepool_status moepool_cpu_select(const char *name) {
+    return guarded([&] { moepool::select_kernels(name); });
+}
+
+const char *moepool_cpu_selected(void) { return moepool::kernels().name; }
+
+moepool_status moepool_set_threads(int32_t threads) {
+    return guarded([&] { moepool::set_threads(threads); });
+}
+
+int32_t moepool_get_threads(void) { return moepool::get_threads(); }
+
+// --------------------------------------------------------------------------------------------------------------- CUDA
+
+moepool_status moepool_cuda_devices(int32_t *count) {
+    return guarded([&] {
+        given(count, "count");
+#if MOEPOOL_CUDA
+        *count = moepool::cuda::device_count();
+#else
+        fail(MOEPOOL_ERROR_UNSUPPORTED, "this build of moepool has no CUDA");
+#endif
+    });
+}
+
+moepool_status moepool_cuda_device(int32_t device, moepool_device_info *info) {
+    return guarded([&] {
+        given(info, "info");
+        if (device < 0) fail(MOEPOOL_ERROR_ARGUMENT, "CUDA device %d", device);
+#if MOEPOOL_CUDA
+        *info = moepool::cuda::device_info(device);
+#else
+        fail(MOEPOOL_ERROR_UNSUPPORTED, "this build of moepool has no CUDA");
+#endif
+    });
+}
+
+moepool_status moepool_set_pinned_limit(int64_t bytes) {
+    return guarded([&] {
+        if (bytes < 0)
+            fail(MOEPOOL_ERROR_ARGUMENT, "a limit of %lld bytes: at least 0", static_cast<long long>(bytes));
+        moepool::pinned_limit.store(bytes);
+    });
+}
+
+// -------------------------------------------------------------------------------------------------------------- store
+
+moepool_status moepool_store_create(moepool_store **store) {
+    return guarded([&] { given(store, "store") = new moepool_store{std::make_shared<moepool::Store>()}; });
+}
+
+void moepool_store_destroy(moepool_store *store) { delete store; }
+
+moepool_status moepool_store_add_layer(moepool_store *store, int32_t experts, int32_t count,
+                                       const moepool_matrix *matrices, int32_t *layer) {
+    return guarded([&] {
+        given(layer, "layer");
+        *layer = store_of(store).add_layer(experts, matrices, count);
+    });
+}
+
+moepool_status moepool_store_pack(moepool_store *store, int32_t layer, int32_t matrix, int32_t expert, int32_t count,
+                                  const void *blocks, int64_t expert_stride) {
+    return guarded([&] {
+        store_of(store).pack(layer, matrix, expert, count, static_cast<const uint8_t *>(blocks), expert_stride);
+    });
+}
+
+moepool_status moepool_store_unpack(const moepool_store *store, int32_t layer, int32_t matrix, int32_t expert,
+                                    void *blocks) {
+    return guarded([&] { store_of(store).unpack(layer, matrix, expert, static_cast<uint8_t *>(blocks)); });
+}
+
+moepool_status moepool_store_set_bias(moepool_store *store, int32_t layer, int32_t matrix, int32_t expert,
+                                      const float *bias) {
+    return guarded([&] { store_of(store).set_bias(layer, matrix, expert, bias); });
+}
+
+moepool_status moepool_store_set_scale(moepool_store *store, int32_t layer, int32_t matrix, int32_t expert,
+                                       float scale) {
+    return guarded([&] { store_of(store).set_scale(layer, matrix, expert, scale); });
+}
+
+moepool_status moepool_store_seal(moepool_store *store) {
+    return guarded([&] { store_of(store).seal(); });
+}
+
+int32_t moepool_store_layers(const moepool_store *store) { return store ? store->store->layers() : 0; }
+
+moepool_status moepool_store_layer(const moepool_store *store, int32_t layer, moepool_layer_info *info) {
+    return guarded([&] {
+        const moepool::Layer &l = store_of(store).layer(layer);
+        given(info, "info") = {l.experts(), static_cast<int32_t>(l.matrices().size()), l.record_bytes(), l.bytes(),
+                               l.pinned_bytes()};
+    });
+}
+
+// --------------------------------------------------------------------------------------------------------------- pool
+
+void moepool_pool_config_init(moepool_pool_config *config) {
+    if (!config) return;
+    *config = {};
+    config->device = MOEPOOL_CPU;
+    config->policy = MOEPOOL_POLICY_LRU;
+    config->miss = MOEPOOL_MISS_STREAM;
+    config->prompt_tokens = 32;
+    config->admit = -1;
+}
+
+moepool_status moepool_pool_create(const moepool_store *store, const moepool_pool_config *config,
+                                   moepool_pool **pool) {
+    return guarded([&] {
+        given(pool, "pool");
+        given(config, "config");
+        *pool = new moepool_pool{std::make_shared<moepool::Pool>(given(store, "store").store, *config)};
+    });
+}
+
+void moepool_pool_destroy(moepool_pool *pool) { delete pool; }
+
+moepool_status moepool_pool_get_stats(const moepool_pool *pool, moepool_pool_stats *stats) {
+    return guarded([&] { given(stats, "stats") = pool_of(pool).stats(); });
+}
+
+moepool_status moepool_pool_tables(const moepool_pool *pool, int32_t *slot_of, int32_t *expert_in) {
+    return guarded([&] { pool_of(pool).tables(slot_of, expert_in); });
+}
+
+// -------------------------------------------------------------------------------------------------------------- route
+
+moepool_status moepool_pool_resolve(moepool_pool *pool, const moepool_ids *ids, moepool_phase phase, void *stream,
+                                    moepool_route **route) {
+    return guarded([&] {
+        given(route, "route");
+        auto handle = std::make_unique<moepool_route>();
+        handle->route = pool_of(pool).resolve(given(ids, "ids"), phase, stream);
+        *route = handle.release();
+    });
+}
+
+void moepool_route_release(moepool_route *route) { delete route; }
+
+moepool_status moepool_route_get_info(const moepool_route *route, moepool_route_info *info) {
+    return guarded([&] { given(info, "info") = route_of(route).info; });
+}
+
+moepool_status moepool_route_tables(const moepool_route *route, int32_t *hot, int32_t *cold) {
+    return guarded([&] { route_of(route).tables(hot, cold); });
+}
+
+// ---------------------------------------------------------------------------------------------------------------- ops
+
+moepool_status moepool_matmul_id(const moepool_route *route, int32_t matrix, moepool_half half, const moepool_rows *x,
+                                 float *out, void *stream) {
+    return guarded([&] {
+        const moepool::Route &r = route_of(route);
+        const int matrices = static_cast<int>(r.pool().layer().matrices().size());
+        if (matrix < 0 || matrix >= matrices)
+            fail(MOEPOOL_ERROR_ARGUMENT, "matrix %d of a layer with %d matrices", matrix, matrices);
+        if (half < MOEPOOL_ALL || half > MOEPOOL_COLD)
+            fail(MOEPOOL_ERROR_ARGUMENT, "%d is not a half", static_cast<int>(half));
+        check_rows(x, r);
+        check_data(out, r.places(), "out");
+        if (r.places()) r.pool().on().matmul_id(r, matrix, half, *x, out, stream);
+    });
+}
+
+moepool_status moepool_ffn(const moepool_route *route, const moepool_rows *x, const void *weights,
+                           moepool_dtype weights_dtype, float *out, void *stream) {
+    return guarded([&] {
+        const moepool::Route &r = route_of(route);
+        const std::vector<moepool::Matrix> &m = r.pool().layer().matrices();
+        if (m.size() != 3)
+            fail(MOEPOOL_ERROR_STATE, "the layer has %d matrices: an FFN needs gate, up and down",
+                 static_cast<int>(m.size()));
+        if (m[0].rows != m[1].rows || m[0].columns != m[1].columns || m[2].columns != m[0].rows)
+            fail(MOEPOOL_ERROR_STATE, "gate (%lld, %lld), up (%lld, %lld) and down (%lld, %lld) do not make an FFN",
+                 static_cast<long long>(m[0].rows), static_cast<long long>(m[0].columns),
+                 static_cast<long long>(m[1].rows), static_cast<long long>(m[1].columns),
+                 static_cast<long long>(m[2].rows), static_cast<long long>(m[2].columns));
+        check_rows(x, r);
+        check_dtype(weights_dtype);
+        check_data(weights, r.places(), "weights");
+        check_data(out, r.places(), "out");
+        if (r.places()) r.pool().on().ffn(r, *x, weights, weights_dtype, out, stream);
+    });
+}
+
+moepool_status moepool_swiglu(int32_t device, int64_t count, const float *gate, const float *up, float *out,
+                              void *stream) {
+    return guarded([&] {
+        check_data(gate, count, "gate");
+        check_data(up, count, "up");
+        check_data(out, count, "out");
+        if (count > 0) moepool::backend(device).swiglu(count, gate, up, out, stream);
+    });
+}
+
+moepool_status moepool_add(int32_t device, int64_t count, const float *a, const float *b, float *out, void *stream) {
+    return guarded([&] {
+        check_data(a, count, "a");
+        check_data(b, count, "b");
+        check_data(out, count, "out");
+        if (count > 0) moepool::backend(device).add(count, a, b, out, stream);
+    });
+}
+
+moepool_status moepool_combine(const moepool_route *route, int64_t columns, const float *rows, const void *weights,
+                               moepool_dtype weights_dtype, float *out, void *stream) {
+    return guarded([&] {
+        const moepool::Route &r = route_of(route);
+        if (columns < 1)
+            fail(MOEPOOL_ERROR_ARGUMENT, "%lld columns: at least one", static_cast<long long>(columns));
+        check_dtype(weights_dtype);
+        check_data(rows, r.places(), "rows");
+        check_data(weights, r.places(), "weights");
+        check_data(out, r.places(), "out");
+        if (r.places()) r.pool().on().combine(r, columns, rows, weights, weights_dtype, out, stream);
+    });
+}

@@ -1,0 +1,254 @@
+// The CPU as a device: slots in ordinary memory, ops on all threads. Every op is a schedule of the arithmetic of
+// docs/numerics.md; the work is divided so that no division shows in a result.
+#include <algorithm>
+#include <cstring>
+#include <memory>
+#include <vector>
+
+#include "cpu/kernels.h"
+#include "cpu/rows.h"
+#include "cpu/threads.h"
+#include "error.h"
+#include "numerics.h"
+#include "pool/backend.h"
+#include "pool/pool.h"
+
+namespace moepool {
+
+namespace {
+
+constexpr int kBatch = 16;              // activation rows that one item multiplies before it writes
+constexpr int64_t kSliceTokens = 512;   // tokens that ffn keeps intermediate rows for
+constexpr int64_t kElements = 1 << 14;  // of an elementwise op in one item
+
+class CpuSlots : public Slots {
+public:
+    CpuSlots(const Layer &layer, int count)
+        : count_(count), record_bytes_(layer.record_bytes()), memory_(count ? new Pages(count * record_bytes_) : nullptr) {}
+    int count() const override { return count_; }
+    int64_t bytes() const override { return count_ * record_bytes_; }
+    const uint8_t *slot(int index) const override { return memory_->data() + index * record_bytes_; }
+    std::unique_ptr<DeviceRoute> publish(const Route &) override { return nullptr; }
+    void fill(int index, const uint8_t *record) override {
+        constexpr int64_t kPart = 1 << 18;
+        uint8_t *slot = memory_->data() + index * record_bytes_;
+        parallel_for((record_bytes_ + kPart - 1) / kPart, [&](int64_t i) {
+            std::memcpy(slot + i * kPart, record + i * kPart,
+                        static_cast<size_t>(std::min(kPart, record_bytes_ - i * kPart)));
+        });
+    }
+
+private:
+    const int count_;
+    const int64_t record_bytes_;
+    const std::unique_ptr<Pages> memory_;
+};
+
+// The tokens [first, last) of a route, and of these the places of one half.
+struct Slice {
+    const Route &route;
+    int64_t first, last;
+    moepool_half half;
+
+    int64_t tokens() const { return last - first; }
+    int64_t places() const { return tokens() * route.k(); }
+    int32_t id(int64_t place) const { return route.ids()[static_cast<size_t>(first * route.k() + place)]; }
+
+    // Each expert of the slice with its places, as positions of order().
+    std::vector<Route::Group> groups() const {
+        std::vector<Route::Group> groups;
+        const int32_t *order = route.order().data();
+        for (Route::Group group : route.groups) {
+            if (half != MOEPOOL_ALL && (half == MOEPOOL_HOT) != (group.slot >= 0)) continue;
+            const int32_t *begin = order + group.first, *end = begin + group.count;
+            const int32_t *from = std::lower_bound(begin, end, first * route.k());
+            const int32_t *to = std::lower_bound(from, end, last * route.k());
+            group.first = from - order;
+            group.count = to - from;
+            if (group.count) groups.push_back(group);
+        }
+        return groups;
+    }
+};
+
+// out (places of the slice, rows) of one matrix for the given experts. `of` gives the activation row of a place.
+template <class Of>
+void multiply(const Slice &slice, const std::vector<Route::Group> &groups, const Matrix &m, const Of &of, float *out) {
+    const KernelSet &set = kernels();
+    const int64_t row_groups = m.row_groups();
+    const int64_t base = slice.first * slice.route.k();
+    const int32_t *order = slice.route.order().data();
+    parallel_for(static_cast<int64_t>(groups.size()) * row_groups, [&](int64_t item) {
+        const Route::Group &group = groups[static_cast<size_t>(item / row_groups)];
+        const int64_t row = item % row_groups * kPanelRows;
+        const int rows = static_cast<int>(std::min<int64_t>(kPanelRows, m.rows - row));
+        const float *bias = m.bias < 0 ? nullptr : reinterpret_cast<const float *>(group.record + m.bias) + row;
+        const float *scale = m.scale < 0 ? nullptr : reinterpret_cast<const float *>(group.record + m.scale);
+        for (int64_t done = 0; done < group.count; done += kBatch) {
+            const int count = static_cast<int>(std::min<int64_t>(kBatch, group.count - done));
+            Activation activations[kBatch];
+            const Activation *pointers[kBatch];
+            float sums[kBatch][kPanelRows];
+            float *targets[kBatch];
+            for (int i = 0; i < count; ++i) {
+                activations[i] = of(order[group.first + done + i] - base);
+                pointers[i] = &activations[i];
+                targets[i] = sums[i];
+            }
+            set.panel[m.type_index]({reinterpret_cast<const uint32_t *>(group.record + m.panels +
+                                                                        item % row_groups * m.row_group),
+                                     m.columns, count, pointers, targets});
+            for (int i = 0; i < count; ++i) {
+                float *y = out + (order[group.first + done + i] - base) * m.rows + row;
+                for (int r = 0; r < rows; ++r) {
+                    float t = sums[i][r];
+                    if (scale) t = num::mp_mul(t, *scale);
+                    if (bias) t = num::mp_add(t, bias[r]);
+                    y[r] = num::finish(t);
+                }
+            }
+        }
+    });
+}
+
+// Sets the rows of all places that no group computes to +0.
+void clear_others(const Slice &slice, const std::vector<Route::Group> &groups, int64_t columns, float *out) {
+    std::vector<bool> computed(static_cast<size_t>(slice.places()), false);
+    for (const Route::Group &group : groups)
+        for (int64_t i = group.first; i < group.first + group.count; ++i)
+            computed[static_cast<size_t>(slice.route.order()[static_cast<size_t>(i)] -
+                                         slice.first * slice.route.k())] = true;
+    for (int64_t place = 0; place < slice.places(); ++place)
+        if (!computed[static_cast<size_t>(place)]) std::fill_n(out + place * columns, columns, 0.0f);
+}
+
+bool is_quantised(const Matrix &m) { return m.type().block > 1; }
+
+template <class Body>
+void elementwise(int64_t count, const Body &body) {
+    parallel_for((count + kElements - 1) / kElements,
+                 [&](int64_t i) { body(i * kElements, std::min(kElements, count - i * kElements)); });
+}
+
+// Rows of gate, up and down for the tokens of one slice.
+struct ChainBuffers {
+    std::unique_ptr<float[]> gate, up, down;
+    ChainBuffers(int64_t places, const Layer &layer)
+        : gate(new float[static_cast<size_t>(places * layer.matrices()[0].rows)]),
+          up(new float[static_cast<size_t>(places * layer.matrices()[1].rows)]),
+          down(new float[static_cast<size_t>(places * layer.matrices()[2].rows)]) {}
+};
+
+// gate, up, swiglu, down for the groups: out (places of the slice, rows of down). Rows of other places are not written.
+void chain(const Slice &slice, const std::vector<Route::Group> &groups, const moepool_rows &x, ChainBuffers &buffers,
+           float *out) {
+    const std::vector<Matrix> &matrices = slice.route.pool().layer().matrices();
+    const Matrix &gate = matrices[0], &up = matrices[1], &down = matrices[2];
+    const int64_t k = slice.route.k(), per_row = x.per_place ? 1 : k;
+    const ActivationRows rows(x, slice.first * k / per_row, slice.places() / per_row, gate.columns,
+                              is_quantised(gate) || is_quantised(up));
+    const auto input = [&](int64_t place) { return rows[place / per_row]; };
+    float *g = buffers.gate.get(), *u = buffers.up.get();
+    multiply(slice, groups, gate, input, g);
+    multiply(slice, groups, up, input, u);
+    // Rows of skipped places are neither written above nor read below.
+    std::vector<int64_t> places;
+    for (const Route::Group &group : groups)
+        for (int64_t i = group.first; i < group.first + group.count; ++i)
+            places.push_back(slice.route.order()[static_cast<size_t>(i)] - slice.first * k);
+    parallel_for(static_cast<int64_t>(places.size()), [&](int64_t i) {
+        const int64_t at = places[static_cast<size_t>(i)] * gate.rows;
+        kernels().swiglu(g + at, u + at, g + at, gate.rows);
+    });
+    const ActivationRows hidden({g, MOEPOOL_F32, 1}, 0, slice.places(), down.columns, is_quantised(down));
+    multiply(slice, groups, down, [&](int64_t place) { return hidden[place]; }, out);
+}
+
+// Calls body(slice, its groups, buffers for its rows) for slices of the route's tokens, so that no prompt is too long.
+template <class Body>
+void each_slice(const Route &route, moepool_half half, const Body &body) {
+    const int64_t tokens = std::min(kSliceTokens, route.tokens());
+    ChainBuffers buffers(tokens * route.k(), route.pool().layer());
+    for (int64_t first = 0; first < route.tokens(); first += tokens) {
+        const Slice slice{route, first, std::min(route.tokens(), first + tokens), half};
+        body(slice, slice.groups(), buffers);
+    }
+}
+
+// rows and out begin at the slice, weights at the route.
+void combine_slice(const Slice &slice, int64_t columns, const float *rows, const void *weights,
+                   moepool_dtype weights_dtype, float *out) {
+    const int64_t k = slice.route.k();
+    parallel_for(slice.tokens(), [&](int64_t token) {
+        float *y = out + token * columns;
+        std::fill_n(y, columns, 0.0f);
+        for (int64_t place = token * k; place < (token + 1) * k; ++place)
+            if (slice.id(place) >= 0)
+                kernels().accumulate(widen(weights, weights_dtype, slice.first * k + place), rows + place * columns, y,
+                                     columns);
+        kernels().finish(y, columns);
+    });
+}
+
+class CpuBackend : public Backend {
+public:
+    std::unique_ptr<Slots> make_slots(const Layer &layer, int count, int64_t) const override {
+        return std::make_unique<CpuSlots>(layer, count);
+    }
+
+    void require_host(void *, const char *) const override {}
+    void read(void *host, const void *device, int64_t bytes, void *) const override {
+        std::memcpy(host, device, static_cast<size_t>(bytes));
+    }
+
+    void matmul_id(const Route &route, int matrix, moepool_half half, const moepool_rows &x, float *out,
+                   void *) const override {
+        const Matrix &m = route.pool().layer().matrices()[static_cast<size_t>(matrix)];
+        const Slice slice{route, 0, route.tokens(), half};
+        const std::vector<Route::Group> groups = slice.groups();
+        clear_others(slice, groups, m.rows, out);
+        const int64_t per_row = x.per_place ? 1 : route.k();
+        const ActivationRows rows(x, 0, slice.places() / per_row, m.columns, is_quantised(m));
+        multiply(slice, groups, m, [&](int64_t place) { return rows[place / per_row]; }, out);
+    }
+
+    void ffn(const Route &route, const moepool_rows &x, const void *weights, moepool_dtype weights_dtype, float *out,
+             void *) const override {
+        const int64_t columns = route.pool().layer().matrices()[2].rows;
+        each_slice(route, MOEPOOL_ALL, [&](const Slice &slice, const auto &groups, ChainBuffers &buffers) {
+            chain(slice, groups, x, buffers, buffers.down.get());
+            combine_slice(slice, columns, buffers.down.get(), weights, weights_dtype, out + slice.first * columns);
+        });
+    }
+
+    void combine(const Route &route, int64_t columns, const float *rows, const void *weights,
+                 moepool_dtype weights_dtype, float *out, void *) const override {
+        combine_slice({route, 0, route.tokens(), MOEPOOL_ALL}, columns, rows, weights, weights_dtype, out);
+    }
+
+    void swiglu(int64_t count, const float *gate, const float *up, float *out, void *) const override {
+        elementwise(count, [&](int64_t i, int64_t n) { kernels().swiglu(gate + i, up + i, out + i, n); });
+    }
+
+    void add(int64_t count, const float *a, const float *b, float *out, void *) const override {
+        elementwise(count, [&](int64_t i, int64_t n) { kernels().add(a + i, b + i, out + i, n); });
+    }
+};
+
+}  // namespace
+
+const Backend &cpu_backend() {
+    static const CpuBackend backend;
+    return backend;
+}
+
+void cpu_cold_chain(const Route &route, const moepool_rows &x, float *out) {
+    const int64_t columns = route.pool().layer().matrices()[2].rows;
+    each_slice(route, MOEPOOL_COLD, [&](const Slice &slice, const auto &groups, ChainBuffers &buffers) {
+        float *rows = out + slice.first * route.k() * columns;
+        clear_others(slice, groups, columns, rows);
+        chain(slice, groups, x, buffers, rows);
+    });
+}
+
+}  // namespace moepool

@@ -1,0 +1,64 @@
+// What a pool asks of the device it is on. One implementation a kind of device: cpu/backend.cpp, cuda/backend.cu.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+
+#include "moepool.h"
+#include "store/store.h"
+
+namespace moepool {
+
+class Route;
+
+// What a route keeps on its device: ends with the route, and with it what its ops may still be reading.
+class DeviceRoute {
+public:
+    virtual ~DeviceRoute() = default;
+};
+
+// The slots of one pool: room for whole records, zeroed at the start.
+class Slots {
+public:
+    virtual ~Slots() = default;
+    virtual int count() const = 0;
+    virtual int64_t bytes() const = 0;
+    // The address of a slot in the device's memory.
+    virtual const uint8_t *slot(int index) const = 0;
+    // Copies a record into a slot that no open route reads.
+    virtual void fill(int index, const uint8_t *record) = 0;
+    // Makes a route, whose groups are set, known to the device. Its ops see all fills made so far.
+    virtual std::unique_ptr<DeviceRoute> publish(const Route &route) = 0;
+};
+
+class Backend {
+public:
+    virtual ~Backend() = default;
+
+    // Slots for at most `count` records; fewer if memory is short (moepool_pool_config.budget_bytes).
+    virtual std::unique_ptr<Slots> make_slots(const Layer &layer, int count, int64_t budget_bytes) const = 0;
+
+    // Fails with MOEPOOL_ERROR_STATE if the host can not wait for this stream, because it records a graph.
+    virtual void require_host(void *stream, const char *what) const = 0;
+    // Copies device memory to the host, in the order of the stream, and waits.
+    virtual void read(void *host, const void *device, int64_t bytes, void *stream) const = 0;
+
+    virtual void matmul_id(const Route &route, int matrix, moepool_half half, const moepool_rows &x, float *out,
+                           void *stream) const = 0;
+    virtual void ffn(const Route &route, const moepool_rows &x, const void *weights, moepool_dtype weights_dtype,
+                     float *out, void *stream) const = 0;
+    virtual void combine(const Route &route, int64_t columns, const float *rows, const void *weights,
+                         moepool_dtype weights_dtype, float *out, void *stream) const = 0;
+    virtual void swiglu(int64_t count, const float *gate, const float *up, float *out, void *stream) const = 0;
+    virtual void add(int64_t count, const float *a, const float *b, float *out, void *stream) const = 0;
+};
+
+// By device number; fails with a clear message where there is no such device.
+const Backend &backend(int device);
+const Backend &cpu_backend();
+
+// The cold half of the chain gate, up, swiglu, down on the CPU, for a route of any device: out (tokens, k, rows of down),
+// +0 in the other places. Host memory.
+void cpu_cold_chain(const Route &route, const moepool_rows &x, float *out);
+
+}  // namespace moepool

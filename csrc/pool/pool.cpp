@@ -1,0 +1,226 @@
+#include "pool/pool.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "error.h"
+
+namespace moepool {
+
+namespace {
+
+moepool_policy checked(moepool_policy policy) {
+    if (policy != MOEPOOL_POLICY_LRU && policy != MOEPOOL_POLICY_STATIC)
+        fail(MOEPOOL_ERROR_ARGUMENT, "%d is not a policy", static_cast<int>(policy));
+    return policy;
+}
+
+moepool_miss checked(moepool_miss miss) {
+    if (miss != MOEPOOL_MISS_STREAM && miss != MOEPOOL_MISS_HOST)
+        fail(MOEPOOL_ERROR_ARGUMENT, "%d is not a way to serve misses", static_cast<int>(miss));
+    return miss;
+}
+
+int at_least(int value, int least, const char *name) {
+    if (value < least) fail(MOEPOOL_ERROR_ARGUMENT, "%s is %d: it must be at least %d", name, value, least);
+    return value;
+}
+
+const Store &sealed(const Store &store) {
+    if (!store.sealed()) fail(MOEPOOL_ERROR_STATE, "the store is still being packed: seal it before making pools");
+    return store;
+}
+
+constexpr int64_t kMostPlaces = INT32_MAX;
+
+}  // namespace
+
+Pool::Pool(std::shared_ptr<const Store> store, const moepool_pool_config &config)
+    : store_(std::move(store)),
+      layer_(sealed(*store_).layer(config.layer)),
+      device_(config.device),
+      backend_(backend(config.device)),
+      miss_(checked(config.miss)),
+      prompt_tokens_(at_least(config.prompt_tokens, 0, "prompt_tokens")),
+      slots_(backend_.make_slots(layer_, std::min(at_least(config.slots, 0, "slots"), layer_.experts()),
+                                 config.budget_bytes)),
+      residency_(layer_.experts(), slots_->count(), checked(config.policy), at_least(config.admit, -1, "admit")),
+      leases_(static_cast<size_t>(residency_.slots()), 0) {
+    if (config.hot && config.policy != MOEPOOL_POLICY_STATIC)
+        fail(MOEPOOL_ERROR_ARGUMENT, "hot experts are only for the static policy");
+    std::vector<Residency::Admission> hot;
+    if (config.policy == MOEPOOL_POLICY_STATIC) {
+        const int count = config.hot ? at_least(config.hot_count, 0, "hot_count") : residency_.slots();
+        if (count > config.slots)
+            fail(MOEPOOL_ERROR_ARGUMENT, "%d hot experts do not fit %d slots", count, config.slots);
+        for (int i = 0; i < count; ++i) {
+            const int expert = config.hot ? config.hot[i] : i;
+            if (expert < 0 || expert >= layer_.experts())
+                fail(MOEPOOL_ERROR_INDEX, "hot expert %d at position %d is outside [0, %d)", expert, i,
+                     layer_.experts());
+            if (residency_.slot_of(expert) >= 0)
+                fail(MOEPOOL_ERROR_ARGUMENT, "hot expert %d at position %d is given twice", expert, i);
+            if (i >= residency_.slots()) continue;  // memory was short: the first ones are the hottest
+            residency_.place(expert, i);
+            hot.push_back({expert, i, -1});
+        }
+    }
+    fill(hot);
+    stats_.copied_bytes = 0;  // counts what steps copy
+    stats_.slots = residency_.slots();
+    stats_.experts = layer_.experts();
+}
+
+// All ids are checked before anything changes.
+std::vector<int32_t> Pool::read_ids(const moepool_ids &ids, void *stream) {
+    if (ids.bits != 32 && ids.bits != 64)
+        fail(MOEPOOL_ERROR_ARGUMENT, "ids of %d bits: give int32 or int64", ids.bits);
+    if (ids.tokens < 0 || ids.k < 1)
+        fail(MOEPOOL_ERROR_ARGUMENT, "ids of shape (%lld, %lld): tokens must be at least 0 and k at least 1",
+             static_cast<long long>(ids.tokens), static_cast<long long>(ids.k));
+    if (ids.tokens > kMostPlaces / ids.k)
+        fail(MOEPOOL_ERROR_ARGUMENT, "ids of shape (%lld, %lld): more than 2^31 - 1 places in one call",
+             static_cast<long long>(ids.tokens), static_cast<long long>(ids.k));
+    if (ids.tokens && !ids.data) fail(MOEPOOL_ERROR_ARGUMENT, "ids is NULL");
+    const bool on_device = ids.device != MOEPOOL_CPU;
+    if (on_device && device_ == MOEPOOL_CPU)
+        fail(MOEPOOL_ERROR_ARGUMENT, "ids are on CUDA device %d, the pool is on the CPU", ids.device);
+    if (on_device && ids.device != device_)
+        fail(MOEPOOL_ERROR_ARGUMENT, "ids are on CUDA device %d, the pool is on CUDA device %d", ids.device, device_);
+    std::vector<int32_t> read(static_cast<size_t>(ids.tokens * ids.k));
+    const auto *base = static_cast<const uint8_t *>(ids.data);
+    std::vector<uint8_t> copy;
+    if (on_device) {
+        if (ids.place_stride != ids.bits / 8 || ids.token_stride != ids.k * ids.place_stride)
+            fail(MOEPOOL_ERROR_ARGUMENT, "ids in device memory must be packed");
+        copy.resize(read.size() * static_cast<size_t>(ids.place_stride));
+        backend_.read(copy.data(), ids.data, static_cast<int64_t>(copy.size()), stream);
+        base = copy.data();
+    }
+    int32_t *next = read.data();
+    for (int64_t t = 0; t < ids.tokens; ++t) {
+        for (int64_t j = 0; j < ids.k; ++j) {
+            const uint8_t *at = base + t * ids.token_stride + j * ids.place_stride;
+            int64_t id = 0;
+            if (ids.bits == 64) {
+                std::memcpy(&id, at, sizeof id);
+            } else {
+                int32_t narrow;
+                std::memcpy(&narrow, at, sizeof narrow);
+                id = narrow;
+            }
+            if (id < -1 || id >= layer_.experts()) {
+                const Error error = make_error(MOEPOOL_ERROR_INDEX,
+                                               "id %lld at token %lld, place %lld is outside [-1, %d)",
+                                               static_cast<long long>(id), static_cast<long long>(t),
+                                               static_cast<long long>(j), layer_.experts());
+                if (!on_device) throw error;
+                // The caller's kernels may be far ahead of the host: the row says so now, the host at its next call.
+                if (pending_.empty()) pending_ = error.what();
+                id = Route::kInvalid;
+            }
+            *next++ = static_cast<int32_t>(id);
+        }
+    }
+    return read;
+}
+
+void Pool::raise_pending() const {
+    if (pending_.empty()) return;
+    const Error error(MOEPOOL_ERROR_INDEX, "in an earlier step: " + pending_);
+    pending_.clear();
+    throw error;
+}
+
+void Pool::fill(const std::vector<Residency::Admission> &admissions) {
+    for (size_t i = 0; i < admissions.size(); ++i) {
+        try {
+            slots_->fill(admissions[i].slot, layer_.record(admissions[i].expert));
+        } catch (...) {
+            // The map must not promise what no slot holds.
+            for (; i < admissions.size(); ++i) residency_.clear(admissions[i].slot);
+            throw;
+        }
+        stats_.copied_bytes += layer_.record_bytes();
+    }
+}
+
+std::unique_ptr<Route> Pool::resolve(const moepool_ids &ids, moepool_phase phase, void *stream) {
+    if (phase < MOEPOOL_PHASE_AUTO || phase > MOEPOOL_PHASE_PROMPT)
+        fail(MOEPOOL_ERROR_ARGUMENT, "%d is not a phase", static_cast<int>(phase));
+    backend_.require_host(stream, "resolving ids");
+    const bool prompt =
+        phase == MOEPOOL_PHASE_PROMPT || (phase == MOEPOOL_PHASE_AUTO && ids.tokens > prompt_tokens_);
+    std::unique_ptr<Route> route;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    raise_pending();
+    route = std::make_unique<Route>(shared_from_this(), read_ids(ids, stream), ids.tokens, ids.k);
+    if (route->groups.empty()) {
+        route->device = slots_->publish(*route);
+        return route;
+    }
+    std::vector<bool> hit;
+    for (const Route::Group &group : route->groups) hit.push_back(residency_.slot_of(group.expert) >= 0);
+    const Residency::Step step = residency_.step(route->wanted(), prompt, leases_);
+    fill(step.admissions);
+
+    // The map is as the step left it: only now is it read.
+    for (size_t i = 0; i < route->groups.size(); ++i) {
+        Route::Group &group = route->groups[i];
+        // A host miss that was given a slot is computed where it lies all the same: the slot is for later steps.
+        const bool hot = hit[i] || miss_ == MOEPOOL_MISS_STREAM;
+        group.slot = hot ? residency_.slot_of(group.expert) : -1;
+        group.record = group.slot >= 0 ? slots_->slot(group.slot) : layer_.record(group.expert);
+    }
+    route->device = slots_->publish(*route);
+
+    // From here on nothing fails.
+    for (const Route::Group &group : route->groups) {
+        if (group.slot >= 0)
+            ++leases_[static_cast<size_t>(group.slot)];
+        else
+            (miss_ == MOEPOOL_MISS_HOST ? stats_.host_bytes : stats_.in_place_bytes) += layer_.record_bytes();
+    }
+    route->leased = true;
+    ++stats_.steps;
+    stats_.bypasses += step.bypass;
+    (prompt ? stats_.prompt_hits : stats_.hits) += step.hits;
+    (prompt ? stats_.prompt_misses : stats_.misses) += step.misses;
+    for (const Residency::Admission &admission : step.admissions) stats_.evictions += admission.evicted >= 0;
+    route->info.tick = step.tick;
+    route->info.bypass = step.bypass;
+    route->info.prompt = prompt;
+    route->info.hits = step.hits;
+    route->info.misses = step.misses;
+    route->info.admitted = static_cast<int32_t>(step.admissions.size());
+    return route;
+}
+
+void Pool::release(const Route &route) {
+    if (!route.leased) return;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (const Route::Group &group : route.groups)
+        if (group.slot >= 0) --leases_[static_cast<size_t>(group.slot)];
+}
+
+moepool_pool_stats Pool::stats() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    raise_pending();
+    moepool_pool_stats stats = stats_;
+    stats.slot_bytes = slots_->bytes();
+    stats.pinned_bytes = layer_.pinned_bytes();
+    stats.resident = residency_.resident();
+    stats.leased = static_cast<int32_t>(leases_.size() -
+                                        static_cast<size_t>(std::count(leases_.begin(), leases_.end(), 0)));
+    return stats;
+}
+
+void Pool::tables(int32_t *slot_of, int32_t *expert_in) const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    raise_pending();
+    for (int expert = 0; slot_of && expert < residency_.experts(); ++expert)
+        slot_of[expert] = residency_.slot_of(expert);
+    for (int slot = 0; expert_in && slot < residency_.slots(); ++slot) expert_in[slot] = residency_.expert_in(slot);
+}
+
+}  // namespace moepool

@@ -1,0 +1,54 @@
+// A pool: the slots of one layer on one device, and the resolving of ids to them.
+#pragma once
+
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#include "moepool.h"
+#include "pool/backend.h"
+#include "pool/residency.h"
+#include "pool/route.h"
+#include "store/store.h"
+
+namespace moepool {
+
+class Pool : public std::enable_shared_from_this<Pool> {
+public:
+    Pool(std::shared_ptr<const Store> store, const moepool_pool_config &config);
+
+    std::unique_ptr<Route> resolve(const moepool_ids &ids, moepool_phase phase, void *stream);
+    // Ends a route's lease.
+    void release(const Route &route);
+
+    moepool_pool_stats stats() const;
+    void tables(int32_t *slot_of, int32_t *expert_in) const;
+
+    const Layer &layer() const { return layer_; }
+    int device() const { return device_; }
+    const Backend &on() const { return backend_; }
+    const Slots &slots() const { return *slots_; }
+    moepool_miss miss() const { return miss_; }
+
+private:
+    std::vector<int32_t> read_ids(const moepool_ids &ids, void *stream);
+    void fill(const std::vector<Residency::Admission> &admissions);
+    void raise_pending() const;
+
+    const std::shared_ptr<const Store> store_;
+    const Layer &layer_;
+    const int device_;
+    const Backend &backend_;
+    const moepool_miss miss_;
+    const int prompt_tokens_;
+    const std::unique_ptr<Slots> slots_;
+
+    mutable std::mutex mutex_;  // of all below, and of filling slots
+    Residency residency_;
+    std::vector<int> leases_;  // by slot: open routes that read it
+    moepool_pool_stats stats_{};
+    mutable std::string pending_;  // an id out of range in device memory, to be told at the next call
+};
+
+}  // namespace moepool

@@ -1,0 +1,59 @@
+// The residency law: which expert is in which slot, and what one step changes. Integers only, no clocks: the runtime's
+// pools on every device and the simulator use this one definition, and so count the same hits.
+//
+// * One resolve that wants at least one expert is one step; its tick is the number of steps so far, from 1.
+// * A step bypasses if it is a prompt step or wants more distinct experts than there are slots: nothing is admitted,
+//   evicted or stamped, residents are used where they are.
+// * Otherwise hits take the tick. The missing experts, in rising id and at most `admit` of them, take the victims in
+//   rising (stamp, slot), empty slots first. A wanted expert is never a victim, nor is one that a lease pins: if that
+//   leaves too few victims, the rest of the missing are not admitted.
+// * LRU stamps with the tick. Static admits nobody: its residents are set when the pool is made.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "moepool.h"
+
+namespace moepool {
+
+class Residency {
+public:
+    struct Admission {
+        int expert, slot;
+        int evicted;  // the expert that was in the slot, or -1
+    };
+    struct Step {
+        int64_t tick = 0;
+        bool bypass = false;
+        int hits = 0, misses = 0;
+        std::vector<Admission> admissions;  // in rising expert
+    };
+
+    // admit: the most experts admitted a step; -1: no limit.
+    Residency(int experts, int slots, moepool_policy policy, int admit);
+
+    int experts() const { return static_cast<int>(slot_of_.size()); }
+    int slots() const { return static_cast<int>(expert_in_.size()); }
+    int slot_of(int expert) const { return slot_of_[static_cast<size_t>(expert)]; }
+    int expert_in(int slot) const { return expert_in_[static_cast<size_t>(slot)]; }
+    int resident() const;
+
+    // Puts an expert into a slot outside of any step.
+    void place(int expert, int slot);
+    // Takes back an admission whose record could not be copied: the slot is empty.
+    void clear(int slot);
+
+    // wanted: distinct, rising, not empty. leases: how often each slot is pinned.
+    Step step(const std::vector<int> &wanted, bool prompt, const std::vector<int> &leases);
+
+private:
+    moepool_policy policy_;
+    int admit_;
+    int64_t tick_ = 0;
+    std::vector<int> slot_of_;    // by expert, -1: not resident
+    std::vector<int> expert_in_;  // by slot, -1: empty
+    std::vector<int64_t> stamp_;  // by slot; 0: empty
+};
+
+}  // namespace moepool
