@@ -1,0 +1,116 @@
+#include "cuda/slots.h"
+
+#include <algorithm>
+#include <map>
+
+#include "error.h"
+
+namespace moepool {
+namespace cuda {
+
+namespace {
+
+std::mutex budget_mutex;
+std::map<int, int64_t> slot_bytes;  // by device: of all pools
+
+}  // namespace
+
+CudaRoute::CudaRoute(const Route &route, int device, cudaStream_t staging)
+    : device_(device),
+      staging_(staging),
+      ids_(route.places(), staging),
+      order_(static_cast<int64_t>(route.order().size()), staging) {
+    const auto upload = [&](int32_t *target, const std::vector<int32_t> &source) {
+        if (!source.empty())
+            check(cudaMemcpyAsync(target, source.data(), source.size() * sizeof(int32_t), cudaMemcpyHostToDevice,
+                                  staging),
+                  "copying a route to the device");
+    };
+    upload(ids_.get(), route.ids());
+    upload(order_.get(), route.order());
+    std::vector<Route::Group> hot;
+    for (const Route::Group &group : route.groups)
+        if (group.slot >= 0) hot.push_back(group);
+    hot_ = make_tiles(hot, [](const Route::Group &group) { return group.record; }, staging);
+    ready_.record(staging);
+}
+
+CudaRoute::~CudaRoute() {
+    try {
+        const OnDevice on(device_);
+        for (const auto &read : reads_) read.second.hold(staging_);
+    } catch (...) {  // the driver is gone
+    }
+}
+
+void CudaRoute::begin(cudaStream_t stream) const {
+    // A graph can not wait for what was queued outside of it; the host waits instead, once, while it is captured.
+    if (capturing(stream))
+        ready_.wait();
+    else
+        ready_.hold(stream);
+}
+
+void CudaRoute::end(cudaStream_t stream) {
+    // The launches of a captured graph happen later: whoever replays it keeps the route open.
+    if (capturing(stream)) return;
+    for (auto &read : reads_)
+        if (read.first == stream) return read.second.record(stream);
+    reads_.emplace_back(stream, Event());
+    reads_.back().second.record(stream);
+}
+
+CudaSlots::CudaSlots(int device, const Layer &layer, int count, int64_t budget_bytes)
+    : device_(device), layer_(layer), uploader_(layer.pin(pin_pieces)) {
+    allocate(count, budget_bytes);
+}
+
+CudaSlots::~CudaSlots() {
+    try {
+        const OnDevice on(device_);
+        cudaStreamSynchronize(staging_);
+        cudaStreamSynchronize(copies_);
+        cudaFree(arena_);
+    } catch (...) {  // the driver is gone
+    }
+    const std::lock_guard<std::mutex> lock(budget_mutex);
+    slot_bytes[device_] -= bytes();
+}
+
+void CudaSlots::allocate(int count, int64_t budget_bytes) {
+    const std::lock_guard<std::mutex> lock(budget_mutex);
+    int64_t &taken = slot_bytes[device_];
+    if (budget_bytes == 0) {
+        size_t free = 0, total = 0;
+        check(cudaMemGetInfo(&free, &total), "asking for free memory");
+        budget_bytes = std::max<int64_t>(0, (static_cast<int64_t>(free) + taken) / 2 - taken);
+    }
+    const int64_t record = layer_.record_bytes();
+    count = static_cast<int>(std::min<int64_t>(count, budget_bytes / record));
+    // Somebody else may take memory between the question and the answer: then with fewer slots, down to none.
+    while (count > 0) {
+        const cudaError_t status = cudaMalloc(reinterpret_cast<void **>(&arena_), static_cast<size_t>(count * record));
+        if (status == cudaSuccess) break;
+        arena_ = nullptr;
+        if (status != cudaErrorMemoryAllocation) check(status, "allocating slots");
+        cudaGetLastError();
+        count = count * 3 / 4;
+    }
+    count_ = count;
+    taken += bytes();
+    if (count)
+        check(cudaMemsetAsync(arena_, 0, static_cast<size_t>(bytes()), staging_), "clearing slots");
+}
+
+void CudaSlots::fill(int index, const uint8_t *record) {
+    const OnDevice on(device_);
+    uploader_.upload(arena_ + index * layer_.record_bytes(), record, layer_.record_bytes(), record, staging_);
+}
+
+std::unique_ptr<DeviceRoute> CudaSlots::publish(const Route &route) {
+    const OnDevice on(device_);
+    return std::make_unique<CudaRoute>(route, device_, staging_);
+}
+
+}  // namespace cuda
+}  // namespace moepool
