@@ -1,0 +1,286 @@
+"""The C core in Python's terms: integers for addresses, NumPy arrays for tables, errors for statuses.
+
+Nothing outside `moepool._native` sees `ffi` or a C pointer. The defaults and the checks of values live in the core.
+
+A handle's C object is destroyed when the last reference to its pointer goes. `close` drops one reference, a call that
+is under way in another thread holds its own, so closing never frees what is in use.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from moepool.errors import StateError
+from moepool._native import check, ffi, lib
+
+Int32s = npt.NDArray[np.int32]
+
+DTYPES = {"float32": lib.MOEPOOL_F32, "float16": lib.MOEPOOL_F16, "bfloat16": lib.MOEPOOL_BF16}
+POLICIES = {"lru": lib.MOEPOOL_POLICY_LRU, "static": lib.MOEPOOL_POLICY_STATIC}
+MISSES = {"stream": lib.MOEPOOL_MISS_STREAM, "host": lib.MOEPOOL_MISS_HOST}
+PHASES = {
+    "auto": lib.MOEPOOL_PHASE_AUTO,
+    "decode": lib.MOEPOOL_PHASE_DECODE,
+    "prompt": lib.MOEPOOL_PHASE_PROMPT,
+}
+HALVES = {"all": lib.MOEPOOL_ALL, "hot": lib.MOEPOOL_HOT, "cold": lib.MOEPOOL_COLD}
+CPU: int = lib.MOEPOOL_CPU
+
+
+def _text(pointer: Any) -> str:
+    return str(ffi.string(pointer).decode("utf-8"))
+
+
+def _address(value: int) -> Any:
+    return ffi.cast("void *", value)
+
+
+def _floats(value: int) -> Any:
+    return ffi.cast("float *", value)
+
+
+def _int32s(array: Int32s) -> Any:
+    return ffi.from_buffer("int32_t[]", array)
+
+
+def _fields(struct: Any) -> dict[str, int]:
+    """A struct of numbers as a dict."""
+    return {name: getattr(struct, name) for name, _ in ffi.typeof(struct).item.fields}
+
+
+# -------------------------------------------------------------------------------------------------- build and CPU
+
+
+class MatrixSpec(NamedTuple):
+    """One matrix of a layer to be added: ggml's number of its type, outputs, inputs, and what goes with it."""
+
+    type_id: int
+    rows: int
+    columns: int
+    bias: bool
+    scale: bool
+
+
+def build_info() -> str:
+    return _text(lib.moepool_build_info())
+
+
+def types() -> list[tuple[int, str, int, int, int]]:
+    """(id, name, block, block_bytes, panel_words) of every weight type."""
+    out = []
+    info = ffi.new("moepool_type_info *")
+    for i in range(lib.moepool_type_count()):
+        check(lib.moepool_type_at(i, info))
+        out.append((info.id, _text(info.name), info.block, info.block_bytes, info.panel_words))
+    return out
+
+
+def cpu_kernels() -> dict[str, bool]:
+    out = {}
+    name, usable = ffi.new("const char **"), ffi.new("int32_t *")
+    for i in range(lib.moepool_cpu_kernel_count()):
+        check(lib.moepool_cpu_kernel_at(i, name, usable))
+        out[_text(name[0])] = bool(usable[0])
+    return out
+
+
+def cpu_select(name: str | None) -> None:
+    check(lib.moepool_cpu_select(ffi.NULL if name is None else name.encode()))
+
+
+def cpu_selected() -> str:
+    return _text(lib.moepool_cpu_selected())
+
+
+def set_threads(threads: int) -> None:
+    check(lib.moepool_set_threads(threads))
+
+
+def get_threads() -> int:
+    return int(lib.moepool_get_threads())
+
+
+# -------------------------------------------------------------------------------------------------------- handles
+
+
+class Handle:
+    """Owner of one C object."""
+
+    kind: ClassVar[str]
+
+    def __init__(self, pointer: Any, destroy: Callable[[Any], None]) -> None:
+        self._pointer = ffi.gc(pointer, destroy)
+
+    @property
+    def pointer(self) -> Any:
+        pointer = self._pointer
+        if pointer is None:
+            raise StateError(f"the {self.kind} is closed")
+        return pointer
+
+    @property
+    def closed(self) -> bool:
+        return self._pointer is None
+
+    def close(self) -> None:
+        self._pointer = None
+
+
+class StoreHandle(Handle):
+    kind = "store"
+
+    def __init__(self) -> None:
+        out = ffi.new("moepool_store **")
+        check(lib.moepool_store_create(out))
+        super().__init__(out[0], lib.moepool_store_destroy)
+
+    def add_layer(self, experts: int, matrices: Sequence[MatrixSpec]) -> int:
+        specs = [
+            {
+                "type": m.type_id,
+                "has_bias": m.bias,
+                "has_scale": m.scale,
+                "rows": m.rows,
+                "columns": m.columns,
+            }
+            for m in matrices
+        ]
+        out = ffi.new("int32_t *")
+        check(
+            lib.moepool_store_add_layer(
+                self.pointer, experts, len(specs), ffi.new("moepool_matrix[]", specs), out
+            )
+        )
+        return int(out[0])
+
+    def pack(self, layer: int, matrix: int, expert: int, count: int, address: int, stride: int) -> None:
+        check(lib.moepool_store_pack(self.pointer, layer, matrix, expert, count, _address(address), stride))
+
+    def unpack(self, layer: int, matrix: int, expert: int, out: npt.NDArray[np.uint8]) -> None:
+        check(lib.moepool_store_unpack(self.pointer, layer, matrix, expert, ffi.from_buffer(out)))
+
+    def set_bias(self, layer: int, matrix: int, expert: int, bias: npt.NDArray[np.float32]) -> None:
+        check(
+            lib.moepool_store_set_bias(self.pointer, layer, matrix, expert, ffi.from_buffer("float[]", bias))
+        )
+
+    def set_scale(self, layer: int, matrix: int, expert: int, scale: float) -> None:
+        check(lib.moepool_store_set_scale(self.pointer, layer, matrix, expert, scale))
+
+    def seal(self) -> None:
+        check(lib.moepool_store_seal(self.pointer))
+
+    def layer(self, index: int) -> dict[str, int]:
+        """The fields of moepool_layer_info."""
+        info = ffi.new("moepool_layer_info *")
+        check(lib.moepool_store_layer(self.pointer, index, info))
+        return _fields(info)
+
+
+class PoolHandle(Handle):
+    kind = "pool"
+
+    def __init__(self, store: StoreHandle, hot: Int32s | None, **config: int) -> None:
+        settings = ffi.new("moepool_pool_config *")
+        lib.moepool_pool_config_init(settings)
+        for name, value in config.items():
+            setattr(settings, name, value)
+        if hot is not None:
+            pointer = _int32s(hot)  # lives in this frame until the core has copied the list
+            settings.hot, settings.hot_count = pointer, len(hot)
+        out = ffi.new("moepool_pool **")
+        check(lib.moepool_pool_create(store.pointer, settings, out))
+        super().__init__(out[0], lib.moepool_pool_destroy)
+
+    def stats(self) -> dict[str, int]:
+        """The fields of moepool_pool_stats."""
+        stats = ffi.new("moepool_pool_stats *")
+        check(lib.moepool_pool_get_stats(self.pointer, stats))
+        return _fields(stats)
+
+    def tables(self, slot_of: Int32s, expert_in: Int32s) -> None:
+        check(lib.moepool_pool_tables(self.pointer, _int32s(slot_of), _int32s(expert_in)))
+
+
+class RouteHandle(Handle):
+    kind = "route"
+
+    def __init__(
+        self,
+        pool: PoolHandle,
+        *,
+        address: int,
+        bits: int,
+        device: int,
+        shape: tuple[int, ...],
+        strides: tuple[int, ...],
+        phase: int,
+        stream: int,
+    ) -> None:
+        ids = ffi.new("moepool_ids *")
+        ids.data, ids.bits, ids.device = _address(address), bits, device
+        ids.tokens, ids.k = shape
+        ids.token_stride, ids.place_stride = strides
+        out = ffi.new("moepool_route **")
+        check(lib.moepool_pool_resolve(pool.pointer, ids, phase, _address(stream), out))
+        super().__init__(out[0], lib.moepool_route_release)
+
+    def info(self) -> dict[str, int]:
+        """The fields of moepool_route_info."""
+        info = ffi.new("moepool_route_info *")
+        check(lib.moepool_route_get_info(self.pointer, info))
+        return _fields(info)
+
+    def tables(self, hot: Int32s, cold: Int32s) -> None:
+        check(lib.moepool_route_tables(self.pointer, _int32s(hot), _int32s(cold)))
+
+
+# ------------------------------------------------------------------------------------------------------------ ops
+
+
+def _rows(address: int, dtype: int, per_place: bool) -> Any:
+    return ffi.new("moepool_rows *", {"data": _address(address), "dtype": dtype, "per_place": per_place})
+
+
+def matmul_id(
+    route: RouteHandle, matrix: int, half: int, x: int, dtype: int, per_place: bool, out: int, stream: int
+) -> None:
+    rows = _rows(x, dtype, per_place)
+    check(lib.moepool_matmul_id(route.pointer, matrix, half, rows, _floats(out), _address(stream)))
+
+
+def ffn(
+    route: RouteHandle, x: int, dtype: int, weights: int, weights_dtype: int, out: int, stream: int
+) -> None:
+    rows = _rows(x, dtype, False)
+    check(
+        lib.moepool_ffn(route.pointer, rows, _address(weights), weights_dtype, _floats(out), _address(stream))
+    )
+
+
+def swiglu(device: int, count: int, gate: int, up: int, out: int, stream: int) -> None:
+    check(lib.moepool_swiglu(device, count, _floats(gate), _floats(up), _floats(out), _address(stream)))
+
+
+def add(device: int, count: int, a: int, b: int, out: int, stream: int) -> None:
+    check(lib.moepool_add(device, count, _floats(a), _floats(b), _floats(out), _address(stream)))
+
+
+def combine(
+    route: RouteHandle, columns: int, rows: int, weights: int, weights_dtype: int, out: int, stream: int
+) -> None:
+    check(
+        lib.moepool_combine(
+            route.pointer,
+            columns,
+            _floats(rows),
+            _address(weights),
+            weights_dtype,
+            _floats(out),
+            _address(stream),
+        )
+    )
