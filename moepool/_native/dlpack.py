@@ -1,7 +1,7 @@
 """Reads a DLPack capsule: what any array library hands over, bfloat16 and device memory included.
 
-NumPy's own reader knows neither. The structures are those of dlpack.h, version 0.8, whose layout DLPack keeps for
-capsules named "dltensor".
+NumPy's own reader knows neither. The structures are those of dlpack.h, version 0.8, whose layout DLPack keeps
+for capsules named "dltensor".
 """
 
 from __future__ import annotations
@@ -70,7 +70,8 @@ def compact_strides(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
 
 
 def read(capsule: Any) -> Tensor:
-    """Describes the tensor of a fresh, unused capsule. The capsule stays unused and frees the tensor when it goes."""
+    """Describes the tensor of a fresh, unused capsule. The capsule stays unused and frees the tensor when it
+    goes."""
     tensor = ctypes.cast(_get_pointer(capsule, b"dltensor"), ctypes.POINTER(_Tensor)).contents
     shape = tuple(tensor.shape[: tensor.ndim])
     size = tensor.bits // 8

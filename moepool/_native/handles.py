@@ -1,9 +1,10 @@
 """The C core in Python's terms: integers for addresses, NumPy arrays for tables, errors for statuses.
 
-Nothing outside `moepool._native` sees `ffi` or a C pointer. The defaults and the checks of values live in the core.
+Nothing outside `moepool._native` sees `ffi` or a C pointer. The defaults and the checks of values live in the
+core.
 
-A handle's C object is destroyed when the last reference to its pointer goes. `close` drops one reference, a call that
-is under way in another thread holds its own, so closing never frees what is in use.
+A handle's C object is destroyed when the last reference to its pointer goes. `close` drops one reference, a
+call that is under way in another thread holds its own, so closing never frees what is in use.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from moepool.errors import StateError
 from moepool._native import check, ffi, lib
+from moepool.errors import StateError
 
 Int32s = npt.NDArray[np.int32]
 
@@ -52,11 +53,12 @@ def _fields(struct: Any) -> dict[str, int]:
     return {name: getattr(struct, name) for name, _ in ffi.typeof(struct).item.fields}
 
 
-# -------------------------------------------------------------------------------------------------- build and CPU
+# ---------------------------------------------------------------------------------------------- build and CPU
 
 
 class MatrixSpec(NamedTuple):
-    """One matrix of a layer to be added: ggml's number of its type, outputs, inputs, and what goes with it."""
+    """One matrix of a layer to be added: ggml's number of its type, outputs, inputs, and what goes with
+    it."""
 
     type_id: int
     rows: int
@@ -104,7 +106,64 @@ def get_threads() -> int:
     return int(lib.moepool_get_threads())
 
 
-# -------------------------------------------------------------------------------------------------------- handles
+# ------------------------------------------------------------------------------------------------------- CUDA
+
+
+class DeviceInfo(NamedTuple):
+    """A CUDA device as the runtime describes it; memory in bytes."""
+
+    name: str
+    pci_bus_id: str
+    uuid: str
+    capability: tuple[int, int]
+    total: int
+    free: int
+
+
+def cuda_devices() -> int:
+    out = ffi.new("int32_t *")
+    check(lib.moepool_cuda_devices(out))
+    return int(out[0])
+
+
+def cuda_device(device: int) -> DeviceInfo:
+    info = ffi.new("moepool_device_info *")
+    check(lib.moepool_cuda_device(device, info))
+    return DeviceInfo(
+        _text(info.name),
+        _text(info.pci_bus_id),
+        _text(info.uuid),
+        (info.compute_major, info.compute_minor),
+        info.total_bytes,
+        info.free_bytes,
+    )
+
+
+def set_pinned_limit(limit: int) -> None:
+    check(lib.moepool_set_pinned_limit(limit))
+
+
+def pointer_device(address: int) -> int:
+    out = ffi.new("int32_t *")
+    check(lib.moepool_cuda_pointer_device(_address(address), out))
+    return int(out[0])
+
+
+def stream_capturing(device: int, stream: int) -> bool:
+    out = ffi.new("int32_t *")
+    check(lib.moepool_cuda_stream_capturing(device, _address(stream), out))
+    return bool(out[0])
+
+
+def stream_order(device: int, earlier: int, later: int) -> None:
+    check(lib.moepool_cuda_stream_order(device, _address(earlier), _address(later)))
+
+
+def stream_wait(device: int, stream: int) -> None:
+    check(lib.moepool_cuda_stream_wait(device, _address(stream)))
+
+
+# ---------------------------------------------------------------------------------------------------- handles
 
 
 class Handle:
@@ -132,6 +191,7 @@ class Handle:
 
 class StoreHandle(Handle):
     kind = "store"
+    told_of_pinning = False  # the user has been warned
 
     def __init__(self) -> None:
         out = ffi.new("moepool_store **")
@@ -168,8 +228,10 @@ class StoreHandle(Handle):
             lib.moepool_store_set_bias(self.pointer, layer, matrix, expert, ffi.from_buffer("float[]", bias))
         )
 
-    def set_scale(self, layer: int, matrix: int, expert: int, scale: float) -> None:
-        check(lib.moepool_store_set_scale(self.pointer, layer, matrix, expert, scale))
+    def set_scale(self, layer: int, matrix: int, expert: int, scale: npt.NDArray[np.float32]) -> None:
+        check(
+            lib.moepool_store_set_scale(self.pointer, layer, matrix, expert, ffi.from_buffer("float[]", scale))
+        )
 
     def seal(self) -> None:
         check(lib.moepool_store_seal(self.pointer))
@@ -206,27 +268,36 @@ class PoolHandle(Handle):
         check(lib.moepool_pool_tables(self.pointer, _int32s(slot_of), _int32s(expert_in)))
 
 
+class Ids(NamedTuple):
+    """Expert ids in memory: `bits` a number, (tokens, k) of them, strides in bytes."""
+
+    address: int
+    bits: int
+    device: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def _ids(ids: Ids) -> Any:
+    out = ffi.new("moepool_ids *")
+    out.data, out.bits, out.device = _address(ids.address), ids.bits, ids.device
+    out.tokens, out.k = ids.shape
+    out.token_stride, out.place_stride = ids.strides
+    return out
+
+
 class RouteHandle(Handle):
     kind = "route"
 
     def __init__(
         self,
         pool: PoolHandle,
-        *,
-        address: int,
-        bits: int,
-        device: int,
-        shape: tuple[int, ...],
-        strides: tuple[int, ...],
+        ids: Ids,
         phase: int,
         stream: int,
     ) -> None:
-        ids = ffi.new("moepool_ids *")
-        ids.data, ids.bits, ids.device = _address(address), bits, device
-        ids.tokens, ids.k = shape
-        ids.token_stride, ids.place_stride = strides
         out = ffi.new("moepool_route **")
-        check(lib.moepool_pool_resolve(pool.pointer, ids, phase, _address(stream), out))
+        check(lib.moepool_pool_resolve(pool.pointer, _ids(ids), phase, _address(stream), out))
         super().__init__(out[0], lib.moepool_route_release)
 
     def info(self) -> dict[str, int]:
@@ -239,7 +310,7 @@ class RouteHandle(Handle):
         check(lib.moepool_route_tables(self.pointer, _int32s(hot), _int32s(cold)))
 
 
-# ------------------------------------------------------------------------------------------------------------ ops
+# -------------------------------------------------------------------------------------------------------- ops
 
 
 def _rows(address: int, dtype: int, per_place: bool) -> Any:
@@ -259,6 +330,32 @@ def ffn(
     rows = _rows(x, dtype, False)
     check(
         lib.moepool_ffn(route.pointer, rows, _address(weights), weights_dtype, _floats(out), _address(stream))
+    )
+
+
+def pool_ffn(
+    pool: PoolHandle,
+    ids: Ids,
+    phase: int,
+    x: int,
+    dtype: int,
+    weights: int,
+    weights_dtype: int,
+    out: int,
+    stream: int,
+) -> None:
+    rows = _rows(x, dtype, False)
+    check(
+        lib.moepool_pool_ffn(
+            pool.pointer,
+            _ids(ids),
+            phase,
+            rows,
+            _address(weights),
+            weights_dtype,
+            _floats(out),
+            _address(stream),
+        )
     )
 
 

@@ -1,0 +1,419 @@
+"""The command line: `moepool generate | perplexity | info | doctor | demo`."""
+
+from __future__ import annotations
+
+import errno
+import importlib.util
+import json
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from textwrap import indent
+from typing import Any, Literal, TextIO, TypeVar
+
+import click
+
+import moepool
+from moepool.errors import ArgumentError, MoePoolError, MoePoolWarning
+from moepool.runner.demo import run_demo
+from moepool.runner.devices import CudaDevice, Dense, available_devices, cuda_devices, dense_module
+from moepool.runner.generate import Generation, Sampling, generate
+from moepool.runner.info import ModelInfo
+from moepool.runner.model import Checkpoint, Placement, bundled_model
+from moepool.runner.perplexity import Perplexity, perplexity
+from moepool.runner.profile import RoutingProfile
+from moepool.runner.table import format_table
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class _Commands(click.Group):
+    """Prints errors and warnings of moepool as one line each, never as a traceback."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        with warnings.catch_warnings():
+            warnings.simplefilter("default", MoePoolWarning)
+            warnings.showwarning = _show_warning
+            try:
+                return super().invoke(ctx)
+            except MoePoolError as error:
+                raise click.ClickException(str(error)) from error
+            except OSError as error:
+                if error.errno == errno.EPIPE:  # click ends quietly when the reader of a pipe is gone
+                    raise
+                raise click.ClickException(str(error)) from error
+
+
+def _show_warning(
+    message: Warning | str,
+    category: type[Warning],
+    filename: str,
+    lineno: int,
+    file: TextIO | None = None,
+    line: str | None = None,
+) -> None:
+    click.echo(f"Warning: {message}", err=True)
+
+
+class _ModelPath(click.Path):
+    """A GGUF file, or the name of the bundled model."""
+
+    name = "model"
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, dir_okay=False, path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return bundled_model() if value == "tiny-moe" else super().convert(value, param, ctx)
+
+
+_MODEL = _ModelPath()
+_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
+_OUTPUT = click.Path(dir_okay=False, path_type=Path)
+
+
+def _placement_options(command: _F) -> _F:
+    """The options that say where experts live and what else computes; only `--dense` changes the output."""
+    for option in reversed(
+        (
+            click.option(
+                "--slots", type=click.IntRange(0), default=0, show_default=True, help="Slots of each layer."
+            ),
+            click.option(
+                "--policy",
+                type=click.Choice(["lru", "static"]),
+                default="lru",
+                show_default=True,
+                help="Which experts hold the slots: those used last, or a fixed set.",
+            ),
+            click.option(
+                "--miss",
+                type=click.Choice(["stream", "host"]),
+                default="stream",
+                show_default=True,
+                help="Who computes an expert without a slot: the device or the CPU.",
+            ),
+            click.option("--device", default="cpu", show_default=True, help="cpu or cuda:N."),
+            click.option(
+                "--dense",
+                type=click.Choice(["numpy", "cupy"]),
+                default="numpy",
+                show_default=True,
+                help="What computes all but the experts: NumPy on the CPU, or CuPy on the device. Logits of "
+                "CuPy differ from NumPy's in their last bits.",
+            ),
+            click.option(
+                "--hot",
+                type=_FILE,
+                help="Routing profile (CSV of `generate --profile`) that chooses the fixed set.",
+            ),
+            click.option(
+                "--threads", type=click.IntRange(1), help="CPU threads of the experts [default: all]."
+            ),
+        )
+    ):
+        command = option(command)
+    return command
+
+
+def _json_option(command: _F) -> _F:
+    return click.option(
+        "--json", "json_path", metavar="FILE", help="Write the result as JSON; - for standard output."
+    )(command)
+
+
+def _placement(
+    checkpoint: Checkpoint,
+    slots: int,
+    policy: Literal["lru", "static"],
+    miss: Literal["stream", "host"],
+    device: str,
+    hot: Path | None,
+) -> Placement:
+    if hot is None:
+        return Placement(slots, policy, miss, device)
+    if policy != "static":
+        raise ArgumentError("--hot chooses the experts of --policy static")
+    config = checkpoint.config
+    profile = RoutingProfile.load(hot, config.layers, config.experts)
+    return Placement(slots, policy, miss, device, profile.hottest(slots))
+
+
+def _write_json(path: str, result: dict[str, Any]) -> None:
+    text = json.dumps(result, indent=2, ensure_ascii=False, default=str) + "\n"
+    if path == "-":
+        click.echo(text, nl=False)
+    else:
+        Path(path).write_text(text, encoding="utf-8")
+
+
+def _run_facts(model: Path, placement: Placement, dense: Dense) -> dict[str, Any]:
+    """What a result depends on or was measured with."""
+    return {
+        "model": str(model),
+        "placement": asdict(placement),
+        "dense": dense,
+        "threads": moepool.get_threads(),
+        "version": moepool.__version__,
+    }
+
+
+def _stats_line(stats: dict[str, Any]) -> str:
+    hit_rate = "no decode steps" if stats["hit_rate"] is None else f"hit rate {100 * stats['hit_rate']:.1f} %"
+    return f"{hit_rate}, {stats['evictions']} evictions, {stats['copied_bytes'] / 1e6:.1f} MB copied"
+
+
+@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(moepool.__version__, prog_name="moepool")
+def main() -> None:
+    """Mixture-of-experts models with their experts in host memory and the hot ones in slots on a device.
+
+    MODEL is a GGUF file, or tiny-moe for the small model that comes with the package.
+    """
+
+
+@main.command("generate")
+@click.argument("model", type=_MODEL)
+@click.option("-p", "--prompt", required=True, help="Text to continue.")
+@click.option(
+    "-n", "--tokens", "n", type=click.IntRange(1), default=64, show_default=True, help="Tokens to generate."
+)
+@_placement_options
+@click.option(
+    "--temperature", type=float, default=0.0, show_default=True, help="0: always the most probable token."
+)
+@click.option("--top-k", type=int, default=0, show_default=True, help="Draw from this many tokens; 0: all.")
+@click.option(
+    "--top-p", type=float, default=1.0, show_default=True, help="Draw from this share of probability."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the random numbers.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-text token.")
+@click.option("--profile", type=_OUTPUT, help="Write how often each expert was wanted, as CSV.")
+@_json_option
+def generate_command(
+    model: Path,
+    prompt: str,
+    n: int,
+    threads: int | None,
+    dense: Dense,
+    temperature: float,
+    top_k: int,
+    top_p: float,
+    seed: int,
+    ignore_eos: bool,
+    profile: Path | None,
+    json_path: str | None,
+    **where: Any,
+) -> None:
+    """Continue a text. The text goes to standard output, figures to standard error."""
+    sampling = Sampling(temperature, top_k, top_p, seed)
+    if threads is not None:
+        moepool.set_threads(threads)
+    with Checkpoint(model, xp=dense_module(dense, where["device"])) as checkpoint:
+        placement = _placement(checkpoint, **where)
+        counts = (
+            None if profile is None else RoutingProfile(checkpoint.config.layers, checkpoint.config.experts)
+        )
+        with checkpoint.model(placement) as runner:
+            result = generate(
+                runner,
+                checkpoint.tokenizer,
+                prompt,
+                n,
+                sampling,
+                stop_at_eos=not ignore_eos,
+                on_text=None if json_path == "-" else lambda piece: click.echo(piece, nl=False),
+                profile=counts,
+            )
+    if json_path != "-":
+        click.echo()
+        click.echo(_generation_line(result), err=True)
+    if profile is not None and counts is not None:
+        counts.save(profile)
+    if json_path is not None:
+        facts = _run_facts(model, placement, dense) | {"prompt": prompt, "sampling": asdict(sampling)}
+        _write_json(json_path, facts | asdict(result) | {"tokens_per_second": result.tokens_per_second})
+
+
+def _generation_line(result: Generation) -> str:
+    speed = "" if result.tokens_per_second is None else f" at {result.tokens_per_second:.1f} tokens/s"
+    return (
+        f"[{len(result.prompt_tokens)} prompt tokens in {result.prompt_seconds:.2f} s, {len(result.tokens)} "
+        f"generated{speed}, ended by {result.finish}; {_stats_line(result.stats)}; "
+        f"logits sha256 {result.logits_sha256[:16]}]"
+    )
+
+
+@main.command("perplexity")
+@click.argument("model", type=_MODEL)
+@click.argument("text", type=_FILE)
+@click.option("--context", type=int, default=512, show_default=True, help="Tokens of a window.")
+@click.option("--windows", type=click.IntRange(1), help="Only the first N windows.")
+@click.option("--batch", type=click.IntRange(1), help="Tokens of a forward pass [default: a window].")
+@_placement_options
+@_json_option
+def perplexity_command(
+    model: Path,
+    text: Path,
+    context: int,
+    windows: int | None,
+    batch: int | None,
+    threads: int | None,
+    dense: Dense,
+    json_path: str | None,
+    **where: Any,
+) -> None:
+    """Perplexity of a text, as llama.cpp defines it: the second half of every window is scored."""
+    try:
+        content = text.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ArgumentError(f"{text} is not UTF-8: {error}") from None
+    if threads is not None:
+        moepool.set_threads(threads)
+    with Checkpoint(model, xp=dense_module(dense, where["device"])) as checkpoint:
+        placement = _placement(checkpoint, **where)
+        with checkpoint.model(placement) as runner:
+            result = perplexity(runner, checkpoint.tokenizer, content, context, windows, batch, progress=True)
+    if json_path != "-":
+        click.echo(_perplexity_line(result))
+    if json_path is not None:
+        facts = _run_facts(model, placement, dense) | {
+            "text": str(text),
+            "context": context,
+            "batch": batch or context,
+        }
+        _write_json(json_path, facts | asdict(result))
+
+
+def _perplexity_line(result: Perplexity) -> str:
+    return (
+        f"perplexity {result.perplexity:.4f} +/- {result.error:.4f} ({result.scored} predictions of "
+        f"{result.windows} windows, {result.seconds:.1f} s; {_stats_line(result.stats)}; "
+        f"logits sha256 {result.logits_sha256[:16]})"
+    )
+
+
+@main.command("info")
+@click.argument("model", type=_MODEL)
+@_json_option
+def info_command(model: Path, json_path: str | None) -> None:
+    """Layers, experts and their types, and what slots cost. Any architecture with experts."""
+    info = ModelInfo.from_gguf(model)
+    if json_path is not None:
+        slots = {"record_bytes": info.record_bytes, "slot_costs": info.slot_costs()}
+        _write_json(json_path, {"model": str(model)} | asdict(info) | slots)
+    if json_path == "-":
+        return
+    first = info.layers[0]
+    used = "" if info.experts_used is None else f", top-{info.experts_used}"
+    click.echo(
+        f"{info.name} ({info.architecture}): {len(info.layers)} MoE layers, {first.experts} experts{used}"
+    )
+    click.echo()
+    rows = [
+        [x.block, *x.types.values(), f"{x.hidden} x {x.width}", f"{x.expert_bytes:,}", f"{x.record_bytes:,}"]
+        for x in info.layers
+    ]
+    header = ["block", *first.types, "hidden x width", "bytes/expert", "bytes/slot"]
+    click.echo(format_table(header, rows, left=(1, 2, 3)))
+    click.echo()
+    costs = [
+        [c["slots"], f"{100 * min(c['slots'] / first.experts, 1):.0f} %", f"{c['bytes'] / 1e6:,.1f}"]
+        for c in info.slot_costs()
+    ]
+    click.echo(format_table(["slots", "of experts", "MB, all layers"], costs, left=()))
+
+
+@main.command("doctor")
+@_json_option
+def doctor_command(json_path: str | None) -> None:
+    """What this build and this machine offer."""
+    devices, build, kernels = available_devices(), moepool.build_info(), moepool.cpu_kernels()
+    cards, why_none = _cards()
+    if json_path is not None:
+        report = {
+            "version": moepool.__version__,
+            "devices": {name: asdict(memory) for name, memory in devices.items()},
+            "cuda": {card.name: asdict(card) for card in cards},
+            "pinned_limit": moepool.get_pinned_limit(),
+            "cpu_kernels": kernels,
+            "threads": moepool.get_threads(),
+            "build": build,
+        }
+        _write_json(json_path, report)
+    if json_path == "-":
+        return
+    click.echo(f"moepool {moepool.__version__}, {moepool.get_threads()} CPU threads")
+    click.echo()
+    known = {card.name: (card.card, card.capability) for card in cards}
+    rows = [
+        [name, *known.get(name, ("", "")), f"{m.total / 2**30:.1f}", f"{m.free / 2**30:.1f}", m.source]
+        for name, m in devices.items()
+    ]
+    header = ["device", "card", "capability", "GiB", "free", "source"]
+    click.echo(format_table(header, rows, left=(0, 1, 5)))
+    for card in cards:
+        if card.problem:
+            click.echo(f"{card.name} cannot be used: {card.problem}")
+    if len(devices) == 1:
+        click.echo(f"no GPU, everything runs on the CPU{why_none}")
+    click.echo()
+    click.echo(
+        "CPU kernels: "
+        + ", ".join(f"{n} ({'usable' if ok else 'not on this CPU'})" for n, ok in kernels.items())
+    )
+    limit = moepool.get_pinned_limit()
+    click.echo("Page-locked: " + ("no limit" if limit is None else f"at most {limit:,} bytes"))
+    click.echo("Types:       " + ", ".join(moepool.quant_types()))
+    click.echo(
+        "Build:       " + ", ".join(f"{key} {value}" for key, value in build.items() if key != "version")
+    )
+
+
+def _cards() -> tuple[list[CudaDevice], str]:
+    """The CUDA devices, and why there are none."""
+    try:
+        return cuda_devices(), ""
+    except MoePoolError as error:
+        return [], f": {error}"
+
+
+def _demo_devices() -> list[str]:
+    """The CPU, and the first GPU if there is one that the runner can move arrays to."""
+    if "cuda:0" not in available_devices():
+        _, why_none = _cards()
+        click.echo(f"no CUDA rows{why_none}", err=True)
+        return ["cpu"]
+    if importlib.util.find_spec("cupy") is None:
+        click.echo("no CUDA rows: the runner needs CuPy there, pip install 'moepool[cuda]'", err=True)
+        return ["cpu"]
+    return ["cpu", "cuda:0"]
+
+
+@main.command("demo")
+@click.option("--model", type=_MODEL, default="tiny-moe", show_default=True, help="Another GGUF file.")
+@click.option(
+    "-n", "--tokens", "n", type=click.IntRange(1), default=48, show_default=True, help="Tokens of each row."
+)
+@click.option("--device", "only", multiple=True, help="Only this device; may be given again [default: all].")
+@_json_option
+@click.pass_context
+def demo_command(
+    ctx: click.Context, model: Path, n: int, only: tuple[str, ...], json_path: str | None
+) -> None:
+    """Generate the same text under many placements and compare every byte. Exits 1 if one differs."""
+    devices = list(only) or _demo_devices()
+    with Checkpoint(model) as checkpoint:
+        comparison = run_demo(checkpoint, devices, n, progress=True)
+    if json_path is not None:
+        _write_json(json_path, {"model": str(model)} | comparison.as_dict())
+    if json_path != "-":
+        click.echo(f"{checkpoint.config.name}, {n} tokens after {comparison.prompt!r}:")
+        click.echo(indent(comparison.rows[0].generation.text, "    "))
+        click.echo()
+        click.echo(comparison.table())
+        click.echo()
+        click.echo(comparison.verdict())
+    if comparison.different:
+        ctx.exit(1)

@@ -1,0 +1,175 @@
+"""The CPU side of the core: threads, kernel sets, and the weight types that this build computes with."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import TracebackType
+
+from moepool._native import handles
+from moepool.errors import ArgumentError
+
+__all__ = [
+    "KernelChoice",
+    "QuantType",
+    "cpu_kernels",
+    "get_threads",
+    "quant_types",
+    "set_threads",
+    "use_cpu_kernel",
+]
+
+
+@dataclass(frozen=True)
+class QuantType:
+    """A ggml weight type that this build computes with.
+
+    Attributes
+    ----------
+    id : int
+        ggml's number.
+    name : str
+        ggml's name in lower case.
+    block : int
+        Columns of a block; the columns of a matrix must be a multiple.
+    block_bytes : int
+        Bytes of a block in a GGUF file.
+    panel_words : int
+        32-bit words that a row takes in a full panel of 256 columns.
+    """
+
+    id: int
+    name: str
+    block: int
+    block_bytes: int
+    panel_words: int
+
+    def row_bytes(self, columns: int) -> int:
+        """Bytes of a row of `columns` columns in a GGUF file."""
+        return columns // self.block * self.block_bytes
+
+
+def quant_types() -> dict[str, QuantType]:
+    """The weight types that this build computes with, by name, in rising number.
+
+    Returns
+    -------
+    dict of str to QuantType
+
+    Examples
+    --------
+    >>> moepool.quant_types()["q4_k"]
+    QuantType(id=12, name='q4_k', block=256, block_bytes=144, panel_words=36)
+    """
+    return {fields[1]: QuantType(*fields) for fields in handles.types()}
+
+
+def set_threads(threads: int | None) -> None:
+    """Sets how many threads the CPU kernels and the packing use, the caller's included, for the whole
+    process.
+
+    Waits for calls that are under way in other threads. Results do not depend on the number.
+
+    Parameters
+    ----------
+    threads : int or None
+        At least 1. None restores the default: the CPUs this process may use, by affinity and cgroup limit.
+
+    Raises
+    ------
+    ArgumentError
+        `threads` is less than 1 or more than the core can keep.
+
+    Examples
+    --------
+    >>> moepool.set_threads(2)
+    >>> moepool.get_threads()
+    2
+    >>> moepool.set_threads(None)
+    """
+    if threads is not None and not 1 <= threads < 2**31:
+        raise ArgumentError(f"threads is {threads}; it must be at least 1, or None for the default")
+    handles.set_threads(threads or 0)
+
+
+def get_threads() -> int:
+    """How many threads the next call uses.
+
+    Returns
+    -------
+    int
+    """
+    return handles.get_threads()
+
+
+def cpu_kernels() -> dict[str, bool]:
+    """The CPU kernel sets of this build, by name, in rising order of preference, and whether this machine can
+    run each.
+
+    All of them compute the same bits; see :func:`use_cpu_kernel`.
+
+    Returns
+    -------
+    dict of str to bool
+
+    Examples
+    --------
+    >>> moepool.cpu_kernels()["portable"]
+    True
+    """
+    return handles.cpu_kernels()
+
+
+class KernelChoice:
+    """What :func:`use_cpu_kernel` returns: as a context manager it puts the former choice back at the end.
+
+    Attributes
+    ----------
+    name : str
+        The kernel set that was chosen.
+    """
+
+    def __init__(self, former: str) -> None:
+        self._former = former
+        self.name = handles.cpu_selected()
+
+    def __enter__(self) -> KernelChoice:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        handles.cpu_select(self._former)
+
+    def __repr__(self) -> str:
+        return f"<CPU kernels: {self.name}>"
+
+
+def use_cpu_kernel(name: str | None) -> KernelChoice:
+    """Picks a CPU kernel set for all later calls of the process, or, in a `with` statement, for the calls
+    inside.
+
+    Parameters
+    ----------
+    name : str or None
+        A key of :func:`cpu_kernels`; None picks the best that this machine can run, which is the default.
+
+    Returns
+    -------
+    KernelChoice
+
+    Raises
+    ------
+    ArgumentError
+        There is no such set.
+    UnsupportedError
+        This machine cannot run it.
+
+    Examples
+    --------
+    >>> with moepool.use_cpu_kernel("portable") as choice:
+    ...     choice.name
+    'portable'
+    """
+    former = handles.cpu_selected()
+    handles.cpu_select(name)
+    return KernelChoice(former)

@@ -1,0 +1,172 @@
+"""The feed-forward layer of experts in one call, and the same composed of the ops."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moepool import arrays
+from moepool._native import handles
+from moepool.errors import ArgumentError
+from moepool.ops import Step, add, combine, matmul_id, step_of, swiglu
+from moepool.pool import Phase, Pool
+
+__all__ = ["ExpertFFN"]
+
+
+class ExpertFFN:
+    """gate, up, swiglu, down and combine of a layer of experts.
+
+    Parameters
+    ----------
+    pool : Pool
+        Of a layer with the matrices gate, up and down. The FFN keeps it alive, but does not close it.
+
+    Attributes
+    ----------
+    pool : Pool
+
+    Raises
+    ------
+    ArgumentError
+        The pool's layer has other matrices.
+
+    Examples
+    --------
+    >>> rng = np.random.default_rng(0)
+    >>> gate, up = rng.standard_normal((2, 8, 64, 32), dtype=np.float32)
+    >>> down = rng.standard_normal((8, 32, 64), dtype=np.float32)
+    >>> store = moepool.ExpertStore.from_arrays(gate=gate, up=up, down=down, qtype="q8_0")
+    >>> ffn = moepool.ExpertFFN(moepool.Pool(store[0], slots=4))
+    >>> x, weights = rng.standard_normal((3, 32), dtype=np.float32), np.full((3, 2), 0.5, np.float32)
+    >>> y = ffn(x, [[0, 5], [5, 1], [7, -1]], weights)
+    >>> y.shape
+    (3, 32)
+    >>> bool((y == ffn.composed(x, [[0, 5], [5, 1], [7, -1]], weights)).all())
+    True
+    """
+
+    def __init__(self, pool: Pool) -> None:
+        if not isinstance(pool, Pool):
+            raise ArgumentError(f"pool is a {type(pool).__name__}; it must be a Pool")
+        names = list(pool.layer.matrices)
+        if names != ["gate", "up", "down"]:
+            raise ArgumentError(f"an FFN needs gate, up and down; the pool has {', '.join(names)}")
+        self.pool = pool
+
+    def __call__(
+        self,
+        x: Any,
+        ids: Any,
+        weights: Any,
+        *,
+        out: Any = None,
+        phase: Phase = "auto",
+        stream: Any = None,
+    ) -> Any:
+        """Computes the layer.
+
+        On CUDA, decode steps of up to 16 tokens whose ids are in device memory are taken by the device alone:
+        the host neither waits nor learns of the ids, and a CUDA graph can hold the call. That needs a pool
+        with miss="stream" and no open route, records that are all page-locked, and gate and up of one type.
+        Other steps give the same bytes with the help of the host.
+
+        Parameters
+        ----------
+        x : array of float32, float16 or bfloat16
+            (T, K), where the pool is. Any strides.
+        ids : array of int32 or int64, nested list of int, or Route
+            (T, k), where the pool is or in host memory, -1 skips a place; or a route of the pool, which was
+            counted when it was resolved and is not released.
+        weights : array of float32, float16 or bfloat16
+            (T, k), the router's weights, used as they are; where the pool is.
+        out : array, optional
+            float32 (T, N), N the outputs of down, C-contiguous, where the pool is, to be written to. It must
+            not overlap `x` or `weights`.
+        phase : {"auto", "decode", "prompt"}
+            As in :meth:`Pool.resolve`; of no effect with a route.
+        stream : optional
+            The CUDA stream, as of :func:`matmul_id`.
+
+        Returns
+        -------
+        array
+            float32 (T, N): `out` if it was given, else an array like that of :func:`matmul_id`. A token whose
+            places are all skipped is a row of +0.0.
+
+        Raises
+        ------
+        IdError
+            An id is outside [-1, experts); of ids in device memory as :func:`matmul_id` says.
+        DtypeError, ArgumentError
+            An array is of another dtype, shape, layout or device. The pool is as it was.
+        StateError
+            The pool or the route is closed.
+        """
+        call, step, taken, weighted, target, y = self._take(
+            x, ids, weights, out, phase, stream, by_device=True
+        )
+        rest = (
+            taken.address,
+            handles.DTYPES[taken.dtype],
+            weighted.address,
+            handles.DTYPES[weighted.dtype],
+            target.address,
+            call.stream,
+        )
+        with call:
+            if step.ids is None:
+                handles.ffn(ids._handle, *rest)
+            else:
+                handles.pool_ffn(self.pool._handle, *self.pool._step(step.ids, phase), *rest)
+        return y
+
+    def composed(
+        self,
+        x: Any,
+        ids: Any,
+        weights: Any,
+        *,
+        out: Any = None,
+        phase: Phase = "auto",
+        stream: Any = None,
+    ) -> Any:
+        """The same from :func:`matmul_id`, :func:`swiglu`, :func:`add` and :func:`combine`: the same bytes,
+        the same stats.
+
+        The hot and the cold places go through a chain each, whose zero-padded results are added. Slower; it
+        shows what the layer is made of, and how to put something of one's own in between. Parameters, result
+        and errors are those of calling the FFN.
+        """
+        call, step, *_, y = self._take(x, ids, weights, out, phase, stream)
+        with call, step.open() as route:
+            halves = []
+            for half in ("hot", "cold"):
+                gate = matmul_id(x, route, self.pool.gate, half=half, stream=stream)
+                up = matmul_id(x, route, self.pool.up, half=half, stream=stream)
+                hidden = swiglu(gate, up, out=gate, stream=stream)
+                halves.append(matmul_id(hidden, route, self.pool.down, half=half, stream=stream))
+            rows = add(*halves, out=halves[0], stream=stream)
+            return combine(rows, route, weights, out=y, stream=stream)
+
+    def _take(
+        self,
+        x: Any,
+        ids: Any,
+        weights: Any,
+        out: Any,
+        phase: Phase,
+        stream: Any,
+        *,
+        by_device: bool = False,
+    ) -> tuple[arrays.Call, Step, arrays.ArrayView, arrays.ArrayView, arrays.ArrayView, Any]:
+        """Checks every argument, so that a step is only counted if it will be computed."""
+        call = arrays.Call(self.pool._device, stream, like=x)
+        step = step_of(ids, self.pool, call, phase, by_device=by_device)
+        tokens, k = step.tokens, step.k
+        taken = call.rows(x, "x", [(tokens, self.pool.gate.columns)], "(tokens, columns)")
+        weighted = call.rows(weights, "weights", [(tokens, k)], "(tokens, k)")
+        target, y = call.output(out, (tokens, self.pool.down.rows), [taken, weighted])
+        return call, step, taken, weighted, target, y
+
+    def __repr__(self) -> str:
+        return f"<ExpertFFN of {self.pool!r}>"

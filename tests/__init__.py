@@ -1,0 +1,1 @@
+"""Tests of moepool, run from the repository root."""

@@ -1,0 +1,42 @@
+"""The programs of docs/examples, on a GPU where there is one."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+import moepool
+from tests.programs import run
+from tests.support import cuda_missing
+
+EXAMPLES = Path(__file__).parents[1] / "docs" / "examples"
+PACKAGE = Path(moepool.__file__).parent
+
+
+@pytest.mark.parametrize("compiler", ["cc", "nvcc"])
+def test_ffn_in_c(compiler: str, tmp_path: Path) -> None:
+    if shutil.which(compiler) is None:
+        pytest.skip(f"no {compiler}")
+    program = tmp_path / "ffn"
+    options = ["-DCPU_ONLY", "-std=c99", "-Wall", "-Wextra", "-Werror", f"-Wl,-rpath,{PACKAGE / 'lib'}"]
+    if compiler == "nvcc":
+        options = ["-Xlinker", f"-rpath,{PACKAGE / 'lib'}"]
+    link = [f"-I{moepool.get_include()}", f"-L{PACKAGE / 'lib'}", "-lmoepool"]
+    run(compiler, EXAMPLES / "ffn.c", "-o", program, *options, *link)
+    printed = run(program)
+    assert printed.endswith("same bytes: yes\n")
+    assert "device -1: 4 slots, " in printed
+    if compiler == "nvcc":
+        assert ("device 0: 4 slots, " in printed) == (cuda_missing() is None)
+
+
+def test_torch_ffn() -> None:
+    torch = pytest.importorskip("torch")
+    printed = run(sys.executable, EXAMPLES / "torch_ffn.py")
+    assert printed.startswith("cpu: (4, 256) PoolStats(steps=1, ")
+    if torch.cuda.is_available() and cuda_missing() is None:
+        assert "cuda:0: (4, 256) PoolStats(steps=1, " in printed
+        assert float(printed.rpartition(": ")[2]) < 1e-3
