@@ -4,20 +4,22 @@
 #include <exception>
 #include <memory>
 #include <new>
+#include <string>
 
 #include "cpu/kernels.h"
 #include "cpu/threads.h"
+#include "cuda/backend.h"
 #include "error.h"
 #include "pool/pool.h"
 #include "pool/route.h"
 #include "quant/types.h"
 #include "store/store.h"
-#if MOEPOOL_CUDA
-#include "cuda/backend.h"
-#endif
 
 #ifndef MOEPOOL_VERSION
 #define MOEPOOL_VERSION "unknown"
+#endif
+#ifndef MOEPOOL_BUILD_CXX
+#define MOEPOOL_BUILD_CXX __VERSION__
 #endif
 #ifndef MOEPOOL_BUILD_FLAGS
 #define MOEPOOL_BUILD_FLAGS ""
@@ -81,9 +83,35 @@ void check_data(const void *data, int64_t count, const char *name) {
     if (count > 0 && !data) fail(MOEPOOL_ERROR_ARGUMENT, "%s is NULL", name);
 }
 
+void check_device(int32_t device) {
+    if (device < 0) fail(MOEPOOL_ERROR_ARGUMENT, "%d is not the number of a CUDA device", device);
+}
+
+template <class Call>
+void with_cuda(const Call &call) {
+#if MOEPOOL_CUDA
+    call();
+#else
+    (void)call;
+    fail(MOEPOOL_ERROR_UNSUPPORTED, "this build of moepool has no CUDA");
+#endif
+}
+
 void check_rows(const moepool_rows *x, const moepool::Route &route) {
     check_dtype(given(x, "x").dtype);
     check_data(x->data, route.places(), "x->data");
+}
+
+void check_ffn(const moepool::Layer &layer) {
+    const std::vector<moepool::Matrix> &m = layer.matrices();
+    if (m.size() != 3)
+        fail(MOEPOOL_ERROR_STATE, "the layer has %d matrices: an FFN needs gate, up and down",
+             static_cast<int>(m.size()));
+    if (m[0].rows != m[1].rows || m[0].columns != m[1].columns || m[2].columns != m[0].rows)
+        fail(MOEPOOL_ERROR_STATE, "gate (%lld, %lld), up (%lld, %lld) and down (%lld, %lld) do not make an FFN",
+             static_cast<long long>(m[0].rows), static_cast<long long>(m[0].columns), static_cast<long long>(m[1].rows),
+             static_cast<long long>(m[1].columns), static_cast<long long>(m[2].rows),
+             static_cast<long long>(m[2].columns));
 }
 
 }  // namespace
@@ -95,8 +123,20 @@ int32_t moepool_abi_version(void) { return MOEPOOL_ABI_VERSION; }
 const char *moepool_last_error(void) { return moepool::last_error(); }
 
 const char *moepool_build_info(void) {
-    return "{\"version\": \"" MOEPOOL_VERSION "\", \"compiler\": \"" __VERSION__ "\", \"flags\": \"" MOEPOOL_BUILD_FLAGS
-           "\", \"cuda\": \"" MOEPOOL_BUILD_CUDA "\", \"cuda_archs\": \"" MOEPOOL_BUILD_CUDA_ARCHS "\"}";
+    // Made once and kept: it is static storage for the caller. The strings of the build are escaped by it.
+    static const std::string *info = [] {
+        const bool cuda = *MOEPOOL_BUILD_CUDA != 0;
+        auto *text = new std::string("{\"version\": \"" MOEPOOL_VERSION "\", \"compiler\": \"" MOEPOOL_BUILD_CXX
+                                     "\", \"flags\": \"" MOEPOOL_BUILD_FLAGS "\", \"cuda\": ");
+        *text += cuda ? "\"" MOEPOOL_BUILD_CUDA "\", \"cuda_archs\": \"" MOEPOOL_BUILD_CUDA_ARCHS "\""
+                      : "null, \"cuda_archs\": null";
+        *text += ", \"cpu_kernels\": [";
+        for (int i = 0; i < moepool::kernel_set_count(); ++i)
+            *text += std::string(i ? ", \"" : "\"") + moepool::kernel_set(i).name + "\"";
+        *text += "]}";
+        return text;
+    }();
+    return info->c_str();
 }
 
 // -------------------------------------------------------------------------------------------------------------- types
@@ -145,31 +185,51 @@ int32_t moepool_get_threads(void) { return moepool::get_threads(); }
 moepool_status moepool_cuda_devices(int32_t *count) {
     return guarded([&] {
         given(count, "count");
-#if MOEPOOL_CUDA
-        *count = moepool::cuda::device_count();
-#else
-        fail(MOEPOOL_ERROR_UNSUPPORTED, "this build of moepool has no CUDA");
-#endif
+        with_cuda([&] { *count = moepool::cuda::device_count(); });
     });
 }
 
 moepool_status moepool_cuda_device(int32_t device, moepool_device_info *info) {
     return guarded([&] {
         given(info, "info");
-        if (device < 0) fail(MOEPOOL_ERROR_ARGUMENT, "CUDA device %d", device);
-#if MOEPOOL_CUDA
-        *info = moepool::cuda::device_info(device);
-#else
-        fail(MOEPOOL_ERROR_UNSUPPORTED, "this build of moepool has no CUDA");
-#endif
+        check_device(device);
+        with_cuda([&] { *info = moepool::cuda::device_info(device); });
     });
 }
 
 moepool_status moepool_set_pinned_limit(int64_t bytes) {
     return guarded([&] {
-        if (bytes < 0)
-            fail(MOEPOOL_ERROR_ARGUMENT, "a limit of %lld bytes: at least 0", static_cast<long long>(bytes));
+        if (bytes < 0) fail(MOEPOOL_ERROR_ARGUMENT, "a limit of %lld bytes: at least 0", static_cast<long long>(bytes));
         moepool::pinned_limit.store(bytes);
+    });
+}
+
+moepool_status moepool_cuda_pointer_device(const void *pointer, int32_t *device) {
+    return guarded([&] {
+        given(device, "device");
+        with_cuda([&] { *device = moepool::cuda::pointer_device(pointer); });
+    });
+}
+
+moepool_status moepool_cuda_stream_capturing(int32_t device, void *stream, int32_t *capturing) {
+    return guarded([&] {
+        check_device(device);
+        given(capturing, "capturing");
+        with_cuda([&] { *capturing = moepool::cuda::stream_capturing(device, stream); });
+    });
+}
+
+moepool_status moepool_cuda_stream_order(int32_t device, void *earlier, void *later) {
+    return guarded([&] {
+        check_device(device);
+        with_cuda([&] { moepool::cuda::stream_order(device, earlier, later); });
+    });
+}
+
+moepool_status moepool_cuda_stream_wait(int32_t device, void *stream) {
+    return guarded([&] {
+        check_device(device);
+        with_cuda([&] { moepool::cuda::stream_wait(device, stream); });
     });
 }
 
@@ -207,7 +267,7 @@ moepool_status moepool_store_set_bias(moepool_store *store, int32_t layer, int32
 }
 
 moepool_status moepool_store_set_scale(moepool_store *store, int32_t layer, int32_t matrix, int32_t expert,
-                                       float scale) {
+                                       const float *scale) {
     return guarded([&] { store_of(store).set_scale(layer, matrix, expert, scale); });
 }
 
@@ -237,8 +297,7 @@ void moepool_pool_config_init(moepool_pool_config *config) {
     config->admit = -1;
 }
 
-moepool_status moepool_pool_create(const moepool_store *store, const moepool_pool_config *config,
-                                   moepool_pool **pool) {
+moepool_status moepool_pool_create(const moepool_store *store, const moepool_pool_config *config, moepool_pool **pool) {
     return guarded([&] {
         given(pool, "pool");
         given(config, "config");
@@ -299,20 +358,27 @@ moepool_status moepool_ffn(const moepool_route *route, const moepool_rows *x, co
                            moepool_dtype weights_dtype, float *out, void *stream) {
     return guarded([&] {
         const moepool::Route &r = route_of(route);
-        const std::vector<moepool::Matrix> &m = r.pool().layer().matrices();
-        if (m.size() != 3)
-            fail(MOEPOOL_ERROR_STATE, "the layer has %d matrices: an FFN needs gate, up and down",
-                 static_cast<int>(m.size()));
-        if (m[0].rows != m[1].rows || m[0].columns != m[1].columns || m[2].columns != m[0].rows)
-            fail(MOEPOOL_ERROR_STATE, "gate (%lld, %lld), up (%lld, %lld) and down (%lld, %lld) do not make an FFN",
-                 static_cast<long long>(m[0].rows), static_cast<long long>(m[0].columns),
-                 static_cast<long long>(m[1].rows), static_cast<long long>(m[1].columns),
-                 static_cast<long long>(m[2].rows), static_cast<long long>(m[2].columns));
+        check_ffn(r.pool().layer());
         check_rows(x, r);
         check_dtype(weights_dtype);
         check_data(weights, r.places(), "weights");
         check_data(out, r.places(), "out");
         if (r.places()) r.pool().on().ffn(r, *x, weights, weights_dtype, out, stream);
+    });
+}
+
+moepool_status moepool_pool_ffn(moepool_pool *pool, const moepool_ids *ids, moepool_phase phase, const moepool_rows *x,
+                                const void *weights, moepool_dtype weights_dtype, float *out, void *stream) {
+    return guarded([&] {
+        moepool::Pool &p = pool_of(pool);
+        check_ffn(p.layer());
+        check_dtype(given(x, "x").dtype);
+        check_dtype(weights_dtype);
+        const int64_t tokens = given(ids, "ids").tokens;
+        check_data(x->data, tokens, "x->data");
+        check_data(weights, tokens, "weights");
+        check_data(out, tokens, "out");
+        p.ffn(*ids, phase, *x, weights, weights_dtype, out, stream);
     });
 }
 
@@ -339,8 +405,7 @@ moepool_status moepool_combine(const moepool_route *route, int64_t columns, cons
                                moepool_dtype weights_dtype, float *out, void *stream) {
     return guarded([&] {
         const moepool::Route &r = route_of(route);
-        if (columns < 1)
-            fail(MOEPOOL_ERROR_ARGUMENT, "%lld columns: at least one", static_cast<long long>(columns));
+        if (columns < 1) fail(MOEPOOL_ERROR_ARGUMENT, "%lld columns: at least one", static_cast<long long>(columns));
         check_dtype(weights_dtype);
         check_data(rows, r.places(), "rows");
         check_data(weights, r.places(), "weights");

@@ -10,12 +10,12 @@
 namespace moepool {
 
 class Error : public std::exception {
-public:
+  public:
     Error(moepool_status status, std::string message) : status_(status), message_(std::move(message)) {}
     moepool_status status() const { return status_; }
     const char *what() const noexcept override { return message_.c_str(); }
 
-private:
+  private:
     moepool_status status_;
     std::string message_;
 };

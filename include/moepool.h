@@ -120,6 +120,17 @@ MOEPOOL_API moepool_status moepool_cuda_device(int32_t device, moepool_device_in
  * from now on; a layer is pinned when its first CUDA pool is made. */
 MOEPOOL_API moepool_status moepool_set_pinned_limit(int64_t bytes);
 
+/* For those who hand arrays of other libraries in. The device that a pointer's memory is on; MOEPOOL_CPU for memory of
+ * the host, page-locked or not. */
+MOEPOOL_API moepool_status moepool_cuda_pointer_device(const void *pointer, int32_t *device);
+/* Whether a stream of a device records a graph. */
+MOEPOOL_API moepool_status moepool_cuda_stream_capturing(int32_t device, void *stream, int32_t *capturing);
+/* What `later` is given from here on waits for what `earlier` was given so far. Does nothing if one of the two records
+ * a graph and the other does not: what is recorded runs when the graph is launched. */
+MOEPOOL_API moepool_status moepool_cuda_stream_order(int32_t device, void *earlier, void *later);
+/* Waits for all that a stream was given; not if it records a graph. */
+MOEPOOL_API moepool_status moepool_cuda_stream_wait(int32_t device, void *stream);
+
 /* --------------------------------------------------------------------------------------------------------- the store */
 
 /* A store holds the packed experts of any number of layers. An expert's record is its matrices in the order of the
@@ -166,7 +177,7 @@ MOEPOOL_API moepool_status moepool_store_unpack(const moepool_store *store, int3
 MOEPOOL_API moepool_status moepool_store_set_bias(moepool_store *store, int32_t layer, int32_t matrix, int32_t expert,
                                                   const float *bias);
 MOEPOOL_API moepool_status moepool_store_set_scale(moepool_store *store, int32_t layer, int32_t matrix, int32_t expert,
-                                                   float scale);
+                                                   const float *scale);
 
 /* Ends packing: from here on the store cannot change and pools can be made. */
 MOEPOOL_API moepool_status moepool_store_seal(moepool_store *store);
@@ -206,28 +217,28 @@ typedef struct moepool_pool_config {
     moepool_miss miss;
     int32_t prompt_tokens; /* MOEPOOL_PHASE_AUTO takes more tokens than this for a prompt; 32 */
     int32_t admit;         /* the most experts admitted a step; -1: no limit */
-    int64_t budget_bytes;  /* on CUDA, the most that this pool's slots take; what does not fit gets no slot. 0: all pools
-                            * of a device take at most half of the memory that they and nobody else use. */
-    int32_t hot_count;     /* MOEPOOL_POLICY_STATIC: the resident experts, at most `slots`, distinct; */
-    const int32_t *hot;    /* NULL: the first `slots` experts. Copied. */
+    int64_t budget_bytes; /* on CUDA, the most that this pool's slots take; what does not fit gets no slot. 0: all pools
+                           * of a device take at most half of the memory that they and nobody else use. */
+    int32_t hot_count;    /* MOEPOOL_POLICY_STATIC: the resident experts, at most `slots`, distinct; */
+    const int32_t *hot;   /* NULL: the first `slots` experts. Copied. */
 } moepool_pool_config;
 
 /* Counts since creation. An expert counts once a step, however many places want it. */
 typedef struct moepool_pool_stats {
-    int64_t steps;         /* resolves with at least one wanted expert */
-    int64_t bypasses;      /* of these, steps that left the pool as it was */
-    int64_t hits;          /* decode steps: wanted experts that were resident */
-    int64_t misses;        /* decode steps: wanted experts that were not */
-    int64_t prompt_hits;   /* the same of prompt steps */
+    int64_t steps;       /* resolves with at least one wanted expert */
+    int64_t bypasses;    /* of these, steps that left the pool as it was */
+    int64_t hits;        /* decode steps: wanted experts that were resident */
+    int64_t misses;      /* decode steps: wanted experts that were not */
+    int64_t prompt_hits; /* the same of prompt steps */
     int64_t prompt_misses;
     int64_t evictions;
     int64_t copied_bytes;   /* records copied into slots */
     int64_t in_place_bytes; /* records of stream misses read where they lie, once a step */
     int64_t host_bytes;     /* records of host misses computed on the CPU, once a step */
-    int32_t slots;    /* fewer than asked for if memory was short */
+    int32_t slots;          /* fewer than asked for if memory was short */
     int32_t experts;
-    int32_t resident; /* slots that hold an expert now */
-    int32_t leased;   /* slots that an open route pins now */
+    int32_t resident;     /* slots that hold an expert now */
+    int32_t leased;       /* slots that an open route pins now */
     int64_t slot_bytes;   /* device memory that the slots take */
     int64_t pinned_bytes; /* of the layer's records, page-locked */
 } moepool_pool_stats;
@@ -252,8 +263,8 @@ typedef struct moepool_route moepool_route;
 
 typedef struct moepool_ids {
     const void *data;
-    int32_t bits;         /* 32 or 64: signed integers */
-    int32_t device;       /* where data lies: MOEPOOL_CPU or a CUDA device */
+    int32_t bits;   /* 32 or 64: signed integers */
+    int32_t device; /* where data lies: MOEPOOL_CPU or a CUDA device */
     int64_t tokens;
     int64_t k;            /* at least 1 */
     int64_t token_stride; /* bytes from a token to the next; may be negative or 0 */
@@ -263,11 +274,11 @@ typedef struct moepool_ids {
 typedef struct moepool_route_info {
     int64_t tokens;
     int64_t k;
-    int64_t tick;    /* the pool's step count, 0 if the step wanted nothing */
-    int32_t bypass;  /* the step left the pool as it was */
-    int32_t prompt;  /* it was a prompt step */
-    int32_t hits;    /* distinct wanted experts that were resident */
-    int32_t misses;  /* ... that were not */
+    int64_t tick;   /* the pool's step count, 0 if the step wanted nothing */
+    int32_t bypass; /* the step left the pool as it was */
+    int32_t prompt; /* it was a prompt step */
+    int32_t hits;   /* distinct wanted experts that were resident */
+    int32_t misses; /* ... that were not */
     int32_t admitted;
 } moepool_route_info;
 
@@ -306,6 +317,16 @@ MOEPOOL_API moepool_status moepool_matmul_id(const moepool_route *route, int32_t
  * one. out may not overlap x or weights. */
 MOEPOOL_API moepool_status moepool_ffn(const moepool_route *route, const moepool_rows *x, const void *weights,
                                        moepool_dtype weights_dtype, float *out, void *stream);
+
+/* moepool_pool_resolve, moepool_ffn and moepool_route_release in one: the same bytes, the same residency, the same
+ * counts. On CUDA a decode step of up to 16 tokens and 512 places with ids in device memory, packed, is taken by the
+ * device itself: no copy to the host, no synchronisation, and a CUDA graph can hold it. That wants miss = stream,
+ * records that are all page-locked, gate and up of one type, and no open route of the pool; any other step is resolved
+ * by the host, and is MOEPOOL_ERROR_STATE while `stream` is being captured. Steps of one pool run in the order of their
+ * calls. Replays of a graph must be ordered with the other uses of its pools by the caller. */
+MOEPOOL_API moepool_status moepool_pool_ffn(moepool_pool *pool, const moepool_ids *ids, moepool_phase phase,
+                                            const moepool_rows *x, const void *weights, moepool_dtype weights_dtype,
+                                            float *out, void *stream);
 
 /* out[i] = silu(gate[i]) * up[i], i < count. out may be gate or up. */
 MOEPOOL_API moepool_status moepool_swiglu(int32_t device, int64_t count, const float *gate, const float *up, float *out,

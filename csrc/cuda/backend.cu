@@ -27,7 +27,7 @@ bool is_quantised(const Matrix &m) { return m.type().block > 1; }
 
 // Activation rows in device memory, widened and quantised as the matrices need.
 class Rows {
-public:
+  public:
     Rows(const void *data, moepool_dtype dtype, int64_t count, int64_t columns, bool floats, bool quantised,
          int64_t per_row, cudaStream_t stream) {
         const int64_t elements = count * columns, blocks = elements / kBlockColumns;
@@ -41,12 +41,12 @@ public:
         }
         if (widened || quantised)
             activate(data, dtype, count, columns, x_.get(), q_.get(), d_.get(), e_.get(), sums_.get(), stream);
-        view_ = {widened ? x_.get() : static_cast<const float *>(data), q_.get(), d_.get(), e_.get(), sums_.get(),
-                 per_row};
+        view_ = {
+            widened ? x_.get() : static_cast<const float *>(data), q_.get(), d_.get(), e_.get(), sums_.get(), per_row};
     }
     const Activations &view() const { return view_; }
 
-private:
+  private:
     Scratch<float> x_;
     Scratch<int8_t> q_;
     Scratch<float> d_, e_;
@@ -56,7 +56,7 @@ private:
 
 // One op on a route: on the pool's device, in the order of the caller's stream, behind the fills.
 class Op {
-public:
+  public:
     Op(const Route &route, void *stream)
         : on_(route.pool().device()), route_(static_cast<CudaRoute &>(*route.device)), stream_(stream_of(stream)) {
         route_.begin(stream_);
@@ -65,7 +65,7 @@ public:
     cudaStream_t stream() const { return stream_; }
     void end() { route_.end(stream_); }
 
-private:
+  private:
     const OnDevice on_;
     CudaRoute &route_;
     const cudaStream_t stream_;
@@ -80,7 +80,7 @@ std::vector<Route::Group> cold_groups(const Route &route, moepool_half half) {
 }
 
 class CudaBackend : public Backend {
-public:
+  public:
     explicit CudaBackend(int device) : device_(device) {}
 
     std::unique_ptr<Slots> make_slots(const Layer &layer, int count, int64_t budget_bytes) const override {
@@ -122,8 +122,8 @@ public:
                          op.stream());
             };
             if (half != MOEPOOL_COLD) run(op.route().hot());
-            if (!host.wanted()) slots(route).stage(cold, m.panels, m.panels + m.row_group * m.row_groups(),
-                                                   op.stream(), run);
+            if (!host.wanted())
+                slots(route).stage(cold, m.panels, m.panels + m.row_group * m.row_groups(), op.stream(), run);
         }
         host.join(out, [&](const moepool_rows &rows, float *cold_rows) {
             cpu_backend().matmul_id(route, matrix, MOEPOOL_COLD, rows, cold_rows, nullptr);
@@ -191,7 +191,7 @@ public:
         cuda::add(count, a, b, out, stream_of(stream));
     }
 
-private:
+  private:
     static bool on_host(const Route &route) { return route.pool().miss() == MOEPOOL_MISS_HOST; }
     static CudaSlots &slots(const Route &route) {
         return static_cast<CudaSlots &>(const_cast<Slots &>(route.pool().slots()));
@@ -200,13 +200,13 @@ private:
     // The cold half on the CPU, beside what the device was given before join: activations come to the host, zero-padded
     // rows go back and are added.
     class HostHalf {
-    public:
+      public:
         HostHalf(const Route &route, const moepool_rows &x, int64_t columns, int64_t rows, bool wanted,
                  cudaStream_t stream)
             : wanted_(wanted), x_(x), count_(route.places() * rows), stream_(stream) {
             if (!wanted) return;
-            bytes_ = route.places() / (x.per_place ? 1 : route.k()) * columns *
-                     static_cast<int64_t>(element_bytes(x.dtype));
+            bytes_ =
+                route.places() / (x.per_place ? 1 : route.k()) * columns * static_cast<int64_t>(element_bytes(x.dtype));
             lane_ = std::make_unique<Stream>();
             sum_ = Scratch<float>(count_, stream);
             begun_ = std::make_unique<Event>();
@@ -232,7 +232,7 @@ private:
             cuda::add(count_, out, sum_.get(), out, stream_);
         }
 
-    private:
+      private:
         const bool wanted_;
         const moepool_rows x_;
         const int64_t count_;
@@ -251,7 +251,7 @@ private:
 const Backend &backend(int device) {
     static std::mutex mutex;
     static auto *backends = new std::vector<std::unique_ptr<CudaBackend>>;  // for the life of the process
-    const OnDevice on(device);                                            // checks the device
+    const OnDevice on(device);                                              // checks the device
     const std::lock_guard<std::mutex> lock(mutex);
     if (backends->size() <= static_cast<size_t>(device)) backends->resize(static_cast<size_t>(device) + 1);
     auto &made = (*backends)[static_cast<size_t>(device)];
@@ -260,10 +260,11 @@ const Backend &backend(int device) {
 }
 
 int device_count() {
-    const OnDevice on(0);
     int count = 0;
-    check(cudaGetDeviceCount(&count), "counting devices");
-    return count;
+    if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
+    cudaGetLastError();
+    const OnDevice on(0);  // fails, and says why
+    return 0;
 }
 
 moepool_device_info device_info(int device) {
@@ -284,6 +285,34 @@ moepool_device_info device_info(int device) {
     info.free_bytes = static_cast<int64_t>(free);
     info.total_bytes = static_cast<int64_t>(total);
     return info;
+}
+
+int pointer_device(const void *pointer) {
+    device_count();  // fails with a clear message where there is no driver
+    cudaPointerAttributes attributes = {};
+    check(cudaPointerGetAttributes(&attributes, pointer), "asking where memory lies");
+    const bool there = attributes.type == cudaMemoryTypeDevice || attributes.type == cudaMemoryTypeManaged;
+    return there ? attributes.device : MOEPOOL_CPU;
+}
+
+bool stream_capturing(int device, void *stream) {
+    const OnDevice on(device);
+    return capturing(stream_of(stream));
+}
+
+void stream_order(int device, void *earlier, void *later) {
+    const OnDevice on(device);
+    const cudaStream_t first = stream_of(earlier), second = stream_of(later);
+    // An event across the border of a capture would break the capture.
+    if (first == second || capturing(first) != capturing(second)) return;
+    Event event;
+    event.record(first);
+    event.hold(second);
+}
+
+void stream_wait(int device, void *stream) {
+    const OnDevice on(device);
+    if (!capturing(stream_of(stream))) check(cudaStreamSynchronize(stream_of(stream)), "waiting for the stream");
 }
 
 }  // namespace cuda

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 
+#include "cuda/activate.h"
 #include "cuda/runtime.h"
 #include "numerics.h"
 #include "quant/types.h"
@@ -13,12 +14,6 @@ namespace {
 
 constexpr int kThreads = 256;
 
-__device__ __forceinline__ float widen(const void *data, moepool_dtype dtype, int64_t index) {
-    if (dtype == MOEPOOL_F32) return static_cast<const float *>(data)[index];
-    const uint16_t raw = static_cast<const uint16_t *>(data)[index];
-    return dtype == MOEPOOL_F16 ? num::widen_f16(raw) : num::widen_bf16(raw);
-}
-
 // A warp takes a block of 32 columns, a lane a column.
 __global__ void activate_kernel(const void *rows, moepool_dtype dtype, int64_t blocks, float *x, int8_t *q, float *d,
                                 float *e, int2 *sums) {
@@ -28,20 +23,12 @@ __global__ void activate_kernel(const void *rows, moepool_dtype dtype, int64_t b
         const int64_t i = block * kBlockColumns + lane;
         const float value = widen(rows, dtype, i);
         if (x) x[i] = value;
-        uint32_t largest = num::bits(value) & 0x7fffffffu;
-        for (int step = 16; step; step /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, step));
-        const float a = num::from_bits(largest);
-        const bool plain = !num::nonfinite(largest) && a >= 0x1p-118f;
-        const float scale = plain ? num::mp_div(a, 127.0f) : num::nonfinite(largest) ? num::nan() : 0.0f;
-        const int code = plain ? num::rint_int(num::mp_mul(value, num::mp_div(127.0f, a))) : 0;
-        int sum = code;
-        for (int step = 8; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-        const int sum0 = __shfl_sync(~0u, sum, 0), sum1 = __shfl_sync(~0u, sum, 16);
-        q[i] = static_cast<int8_t>(code);
+        const Quantised made = quantise(value);
+        q[i] = static_cast<int8_t>(made.code);
         if (lane == 0) {
-            d[block] = scale;
-            e[block] = num::mp_mul(scale, static_cast<float>(sum0 + sum1));
-            sums[block] = make_int2(sum0, sum1);
+            d[block] = made.d;
+            e[block] = made.e;
+            sums[block] = make_int2(made.sum0, made.sum1);
         }
     }
 }

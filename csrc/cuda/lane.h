@@ -36,6 +36,11 @@ struct Lane {
     }
 };
 
+// Panels in shared memory.
+struct SharedLane : Lane {
+    static __device__ __forceinline__ W load(const uint32_t *p) { return *p; }
+};
+
 }  // namespace
 }  // namespace cuda
 }  // namespace moepool

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "cuda/lane.h"
+#include "cuda/chunk.h"
 #include "cuda/runtime.h"
 
 namespace moepool {
@@ -21,60 +21,26 @@ struct Arguments {
     int64_t panels, row_group, bias, scale;  // of the matrix in a record, bytes
 };
 
-// One chunk of one row, times the tile's activation rows: numerics.md section 2. kFull: all 256 columns.
-template <class T, int kBatch, bool kFull>
-__device__ __forceinline__ void multiply_chunk(const uint32_t *words, int width, int64_t column,
-                                               const Arguments &a, const int64_t (&row)[kBatch],
-                                               float (&sum)[kBatch]) {
-    constexpr Form kForm = Decode<T>::kForm;
-    const Panel<Lane> panel{words, kFull ? kChunkColumns / T::info.block : width / T::info.block};
-    if constexpr (kForm == Form::kFloat) {
-#pragma unroll 8
-        for (int k = 0; k < (kFull ? kChunkColumns : width); ++k) {
-            const float weight = Decode<T>::weight(panel, k);
-#pragma unroll
-            for (int t = 0; t < kBatch; ++t)
-                sum[t] = __fmaf_rn(weight, __ldg(a.activations.x + row[t] * a.columns + column + k), sum[t]);
-        }
-    } else {
-        constexpr bool kSub = kForm == Form::kSubScale || kForm == Form::kAffineSub;
-        constexpr uint32_t kOffset = Decode<T>::kOffset;
-#pragma unroll 2
-        for (int b = 0; b < (kFull ? kChunkColumns : width) / kBlockColumns; ++b) {
-            Scales<Lane> s;
-            Decode<T>::scales(panel, b, s);
-            uint32_t codes[8];
-#pragma unroll
-            for (int i = 0; i < 8; ++i) codes[i] = Decode<T>::codes(panel, b, i);
-#pragma unroll
-            for (int t = 0; t < kBatch; ++t) {
-                const int64_t block = row[t] * (a.columns / kBlockColumns) + column / kBlockColumns + b;
-                const int4 *q = reinterpret_cast<const int4 *>(a.activations.q + block * kBlockColumns);
-                const int4 q0 = __ldg(q), q1 = __ldg(q + 1);
-                const int2 sums = __ldg(a.activations.sums + block);
-                const uint32_t sum0 = static_cast<uint32_t>(sums.x), sum1 = static_cast<uint32_t>(sums.y);
-                const float d = __ldg(a.activations.d + block);
-                uint32_t low = 0, high = 0;
-                low = Lane::dot(low, codes[0], q0.x);
-                low = Lane::dot(low, codes[1], q0.y);
-                low = Lane::dot(low, codes[2], q0.z);
-                low = Lane::dot(low, codes[3], q0.w);
-                high = Lane::dot(high, codes[4], q1.x);
-                high = Lane::dot(high, codes[5], q1.y);
-                high = Lane::dot(high, codes[6], q1.z);
-                high = Lane::dot(high, codes[7], q1.w);
-                const uint32_t whole = kSub ? s.s0 * (low - kOffset * sum0) + s.s1 * (high - kOffset * sum1)
-                                            : low + high - kOffset * (sum0 + sum1);
-                sum[t] = __fmaf_rn(__fmul_rn(s.c, d), Lane::to_float(whole), sum[t]);
-                if constexpr (kForm == Form::kAffine) {
-                    sum[t] = __fmaf_rn(-s.m, __ldg(a.activations.e + block), sum[t]);
-                } else if constexpr (kForm == Form::kAffineSub) {
-                    sum[t] = __fmaf_rn(-s.m, __fmul_rn(d, Lane::to_float(s.m0 * sum0 + s.m1 * sum1)), sum[t]);
-                }
-            }
-        }
+// Activation rows in device memory, from a column on.
+template <int kBatch>
+struct DeviceRows {
+    const Activations &a;
+    int64_t columns, column;
+    const int64_t (&row)[kBatch];
+
+    __device__ __forceinline__ int64_t block(int t, int b) const {
+        return (row[t] * columns + column) / kBlockColumns + b;
     }
-}
+    __device__ __forceinline__ float x(int t, int k) const { return __ldg(a.x + row[t] * columns + column + k); }
+    __device__ __forceinline__ int4 q(int t, int b, int half) const {
+        return __ldg(reinterpret_cast<const int4 *>(a.q + block(t, b) * kBlockColumns) + half);
+    }
+    __device__ __forceinline__ BlockFacts facts(int t, int b) const {
+        const int64_t at = block(t, b);
+        const int2 sums = __ldg(a.sums + at);
+        return {__ldg(a.d + at), __ldg(a.e + at), static_cast<uint32_t>(sums.x), static_cast<uint32_t>(sums.y)};
+    }
+};
 
 // A block computes one row group of one tile. Each warp takes a chunk, a lane a row; the chunks' sums are then added
 // in their order (numerics.md section 3) by the warp that owns the place.
@@ -85,14 +51,12 @@ __global__ void __launch_bounds__(32 * kMostWarps) multiply_kernel(const Argumen
     const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y;
     const Tile tile = a.tiles[blockIdx.x / a.row_groups];
     const int64_t group = blockIdx.x % a.row_groups;
-    const uint32_t *words =
-        reinterpret_cast<const uint32_t *>(tile.record + a.panels + group * a.row_group) + lane;
+    const uint32_t *words = reinterpret_cast<const uint32_t *>(tile.record + a.panels + group * a.row_group) + lane;
     constexpr int kPanelWords = T::info.panel_words(kChunkColumns) * kPanelRows;
 
     int64_t row[kBatch];  // of the activations; a short tile repeats its last place, and drops the copies
 #pragma unroll
-    for (int t = 0; t < kBatch; ++t)
-        row[t] = a.order[tile.first + min(t, tile.count - 1)] / a.activations.per_row;
+    for (int t = 0; t < kBatch; ++t) row[t] = a.order[tile.first + min(t, tile.count - 1)] / a.activations.per_row;
     for (int t = warp; t < kBatch; t += warps) total[t][lane] = 0.0f;
 
     for (int64_t first = 0; first < a.columns; first += int64_t{kChunkColumns} * warps) {
@@ -100,15 +64,17 @@ __global__ void __launch_bounds__(32 * kMostWarps) multiply_kernel(const Argumen
         float sum[kBatch] = {};
         if (column < a.columns) {
             const uint32_t *panel = words + column / kChunkColumns * kPanelWords;
+            const DeviceRows<kBatch> rows{a.activations, a.columns, column, row};
             if (a.columns - column >= kChunkColumns)
-                multiply_chunk<T, kBatch, true>(panel, kChunkColumns, column, a, row, sum);
+                multiply_chunk<T, Lane, kBatch, true>(panel, kChunkColumns, rows, sum);
             else if constexpr (T::info.block < kChunkColumns)
-                multiply_chunk<T, kBatch, false>(panel, static_cast<int>(a.columns - column), column, a, row, sum);
+                multiply_chunk<T, Lane, kBatch, false>(panel, static_cast<int>(a.columns - column), rows, sum);
         }
 #pragma unroll
         for (int t = 0; t < kBatch; ++t) partial[warp][t][lane] = sum[t];
         __syncthreads();
-        const int64_t chunks = min(static_cast<int64_t>(warps), (a.columns - first + kChunkColumns - 1) / kChunkColumns);
+        const int64_t chunks =
+            min(static_cast<int64_t>(warps), (a.columns - first + kChunkColumns - 1) / kChunkColumns);
         for (int t = warp; t < kBatch; t += warps)
             for (int c = 0; c < chunks; ++c) total[t][lane] = __fadd_rn(total[t][lane], partial[c][t][lane]);
         __syncthreads();
@@ -154,8 +120,8 @@ void multiply(const Matrix &m, const Tile *tiles, int64_t count, int largest, co
     // The grid's x axis alone: the others end at 65,535 blocks. Its own end is 2^31 - 1.
     const int64_t tiles_a_launch = std::max<int64_t>(1, INT32_MAX / m.row_groups());
     for (int64_t done = 0; done < count; done += tiles_a_launch) {
-        const Arguments a{tiles + done, order,       activations, out,    m.rows, m.columns, m.row_groups(),
-                          m.panels,     m.row_group, m.bias,      m.scale};
+        const Arguments a{tiles + done,   order,    activations, out,    m.rows, m.columns,
+                          m.row_groups(), m.panels, m.row_group, m.bias, m.scale};
         table[m.type_index](a, std::min(tiles_a_launch, count - done) * m.row_groups(), warps, largest, stream);
     }
 }

@@ -15,7 +15,7 @@ constexpr int64_t kRingBytes = int64_t{4} << 20;
 std::atomic<int64_t> pinned_now{0};
 
 class Pieces : public Pinning {
-public:
+  public:
     Pieces(uint8_t *pieces, int64_t piece_bytes, int64_t count) : pieces_(pieces), piece_bytes_(piece_bytes) {
         for (int64_t i = 0; i < count; ++i) {
             // A limit hits this piece and those behind it; a refusal would be repeated for each.
@@ -37,7 +37,7 @@ public:
     bool pinned(const uint8_t *record) const override { return record < pieces_ + registered_ * piece_bytes_; }
     int64_t bytes() const override { return registered_ * piece_bytes_; }
 
-private:
+  private:
     uint8_t *const pieces_;
     const int64_t piece_bytes_;
     int64_t registered_ = 0;

@@ -19,13 +19,13 @@ std::unique_ptr<Pinning> pin_pieces(uint8_t *pieces, int64_t piece_bytes, int64_
 // Copies host memory to the device. Page-locked sources go straight; others through two small page-locked buffers, so
 // that the driver need not stage them itself, or straight if even those are refused.
 class Uploader {
-public:
+  public:
     explicit Uploader(const Pinning &pinning) : pinning_(pinning) {}
     ~Uploader();
     // `record` says whether the source is page-locked. The source may be freed once the stream has passed the copy.
     void upload(uint8_t *device, const uint8_t *source, int64_t bytes, const uint8_t *record, cudaStream_t stream);
 
-private:
+  private:
     struct Buffer {
         uint8_t *data = nullptr;
         std::unique_ptr<Event> free;  // NULL: never used

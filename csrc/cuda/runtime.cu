@@ -3,6 +3,7 @@
 #include <mutex>
 #include <vector>
 
+#include "cuda/launch.h"
 #include "error.h"
 
 namespace moepool {
@@ -15,6 +16,7 @@ __global__ void probe() {}
 // What is known of a device, asked once.
 struct Known {
     bool usable = false;
+    bool overlaps = false;         // launch.h
     cudaMemPool_t pool = nullptr;  // of scratch memory; the device's default pool is left to others
 };
 
@@ -36,7 +38,7 @@ void learn(int device) {
                  "the NVIDIA driver supports CUDA %d.%d, this build needs %d.%d: update the driver, or use device cpu",
                  driver / 1000, driver % 1000 / 10, runtime / 1000, runtime % 1000 / 10);
         fail(MOEPOOL_ERROR_UNSUPPORTED, "no CUDA device can be used here (%s): use device cpu",
-             cudaGetErrorString(status));
+             status == cudaErrorInsufficientDriver ? "there is no NVIDIA driver" : cudaGetErrorString(status));
     }
     if (device >= count)
         fail(MOEPOOL_ERROR_ARGUMENT, "CUDA device %d does not exist: this process sees %d", device, count);
@@ -66,6 +68,9 @@ void learn(int device) {
     // Freed scratch is kept for the next call; the pools of other libraries are not touched.
     uint64_t keep = uint64_t{256} << 20;
     check(cudaMemPoolSetAttribute(k.pool, cudaMemPoolAttrReleaseThreshold, &keep), "setting up the scratch pool");
+    int major = 0;
+    check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "asking for the device");
+    k.overlaps = major >= 9 && attributes.binaryVersion >= 90;
     k.usable = true;
 }
 
@@ -94,24 +99,30 @@ OnDevice::~OnDevice() {
 bool capturing(cudaStream_t stream) {
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     // Asking about the legacy stream while another one captures is an error, which means: not this one.
-    if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) cudaGetLastError();
+    if (cudaStreamIsCapturing(stream, &status) != cudaSuccess) {
+        cudaGetLastError();
+        return false;
+    }
     return status != cudaStreamCaptureStatusNone;
 }
 
 void Event::wait() const {
-    cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
-    cudaThreadExchangeStreamCaptureMode(&mode);
-    const cudaError_t status = cudaEventSynchronize(event_);
-    cudaThreadExchangeStreamCaptureMode(&mode);
-    check(status, "waiting for an event");
+    const RelaxedCapture relaxed;
+    check(cudaEventSynchronize(event_), "waiting for an event");
+}
+
+bool overlaps_kernels() {
+    int device = 0;
+    check(cudaGetDevice(&device), "asking for the current device");
+    return known[static_cast<size_t>(device)].overlaps;
 }
 
 void *allocate_scratch(int64_t bytes, cudaStream_t stream) {
     int device = 0;
     check(cudaGetDevice(&device), "asking for the current device");
     void *data = nullptr;
-    const cudaError_t status = cudaMallocFromPoolAsync(&data, static_cast<size_t>(bytes),
-                                                       known[static_cast<size_t>(device)].pool, stream);
+    const cudaError_t status =
+        cudaMallocFromPoolAsync(&data, static_cast<size_t>(bytes), known[static_cast<size_t>(device)].pool, stream);
     if (status == cudaErrorMemoryAllocation) {
         cudaGetLastError();
         fail(MOEPOOL_ERROR_OUT_OF_MEMORY, "CUDA device %d: %lld bytes of scratch memory were refused", device,

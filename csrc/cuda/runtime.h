@@ -9,28 +9,42 @@
 namespace moepool {
 namespace cuda {
 
-// Throws MOEPOOL_ERROR_CUDA (or OUT_OF_MEMORY) that says what was being done, and leaves no error behind in the runtime.
+// Throws MOEPOOL_ERROR_CUDA (or OUT_OF_MEMORY) that says what was being done, and leaves no error behind in the
+// runtime.
 void check(cudaError_t status, const char *what);
 
 // Makes a device current for a scope. Fails with a clear message if it does not exist, the driver is too old or the
 // card has no kernel in this build.
 class OnDevice {
-public:
+  public:
     explicit OnDevice(int device);
     ~OnDevice();
     OnDevice(const OnDevice &) = delete;
     OnDevice &operator=(const OnDevice &) = delete;
 
-private:
+  private:
     int before_ = -1;
 };
 
 // The stream is recording a graph. Work that the host takes part in must be refused then, before it breaks the capture.
 bool capturing(cudaStream_t stream);
 
+// In its scope this thread may allocate, copy and wait while it captures a graph on some stream: work that is no part
+// of the graph.
+class RelaxedCapture {
+  public:
+    RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+    ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+    RelaxedCapture(const RelaxedCapture &) = delete;
+    RelaxedCapture &operator=(const RelaxedCapture &) = delete;
+
+  private:
+    cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 // Destructors ignore errors: at process exit the driver may be gone already.
 class Event {
-public:
+  public:
     Event() { check(cudaEventCreateWithFlags(&event_, cudaEventDisableTiming), "creating an event"); }
     ~Event() {
         if (event_) cudaEventDestroy(event_);
@@ -42,15 +56,15 @@ public:
     void record(cudaStream_t stream) { check(cudaEventRecord(event_, stream), "recording an event"); }
     // Whatever `stream` is given from here on waits for what was recorded.
     void hold(cudaStream_t stream) const { check(cudaStreamWaitEvent(stream, event_, 0), "waiting for an event"); }
-    // The host waits. Also while a graph is captured on another stream of this thread.
+    // The host waits.
     void wait() const;
 
-private:
+  private:
     cudaEvent_t event_ = nullptr;
 };
 
 class Stream {
-public:
+  public:
     Stream() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "creating a stream"); }
     ~Stream() {
         if (stream_) cudaStreamDestroy(stream_);
@@ -59,14 +73,14 @@ public:
     Stream &operator=(const Stream &) = delete;
     operator cudaStream_t() const { return stream_; }
 
-private:
+  private:
     cudaStream_t stream_ = nullptr;
 };
 
 // Device memory that is allocated and freed in the order of a stream.
 template <class T>
 class Scratch {
-public:
+  public:
     Scratch() = default;
     Scratch(int64_t count, cudaStream_t stream);
     ~Scratch();
@@ -78,7 +92,7 @@ public:
     }
     T *get() const { return data_; }
 
-private:
+  private:
     T *data_ = nullptr;
     cudaStream_t stream_ = nullptr;
 };

@@ -61,7 +61,7 @@ void CudaRoute::end(cudaStream_t stream) {
 }
 
 CudaSlots::CudaSlots(int device, const Layer &layer, int count, int64_t budget_bytes)
-    : device_(device), layer_(layer), uploader_(layer.pin(pin_pieces)) {
+    : device_(device), layer_(layer), pinning_(layer.pin(pin_pieces)), uploader_(pinning_) {
     allocate(count, budget_bytes);
 }
 
@@ -70,6 +70,7 @@ CudaSlots::~CudaSlots() {
         const OnDevice on(device_);
         cudaStreamSynchronize(staging_);
         cudaStreamSynchronize(copies_);
+        decoder_.reset();
         cudaFree(arena_);
     } catch (...) {  // the driver is gone
     }
@@ -98,8 +99,7 @@ void CudaSlots::allocate(int count, int64_t budget_bytes) {
     }
     count_ = count;
     taken += bytes();
-    if (count)
-        check(cudaMemsetAsync(arena_, 0, static_cast<size_t>(bytes()), staging_), "clearing slots");
+    if (count) check(cudaMemsetAsync(arena_, 0, static_cast<size_t>(bytes()), staging_), "clearing slots");
 }
 
 void CudaSlots::fill(int index, const uint8_t *record) {
@@ -110,6 +110,27 @@ void CudaSlots::fill(int index, const uint8_t *record) {
 std::unique_ptr<DeviceRoute> CudaSlots::publish(const Route &route) {
     const OnDevice on(device_);
     return std::make_unique<CudaRoute>(route, device_, staging_);
+}
+
+void CudaSlots::settle() {
+    const OnDevice on(device_);
+    const RelaxedCapture relaxed;
+    check(cudaStreamSynchronize(staging_), "waiting for copies");
+}
+
+DeviceSteps *CudaSlots::device_steps(moepool_policy policy, int admit) {
+    if (decoder_ || Decoder::refuses(layer_)) return decoder_.get();
+    if (!pinning_.pinned(layer_.record(layer_.experts() - 1))) return nullptr;
+    const OnDevice on(device_);
+    std::vector<const uint8_t *> records;
+    for (int expert = 0; expert < layer_.experts(); ++expert) {
+        void *address = nullptr;
+        check(cudaHostGetDevicePointer(&address, layer_.record(expert), 0), "asking for the address of a record");
+        records.push_back(static_cast<const uint8_t *>(address));
+    }
+    decoder_ =
+        std::make_unique<Decoder>(device_, layer_, records, count_, arena_, policy == MOEPOOL_POLICY_STATIC, admit);
+    return decoder_.get();
 }
 
 }  // namespace cuda

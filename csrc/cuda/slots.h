@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/decode.h"
 #include "cuda/matmul.h"
 #include "cuda/pinning.h"
 #include "cuda/runtime.h"
@@ -46,14 +47,14 @@ Tiles make_tiles(const std::vector<Route::Group> &groups, const Record &record, 
     made.data = Scratch<Tile>(made.count, stream);
     // Pageable memory is copied before the call returns.
     if (made.count)
-        check(cudaMemcpyAsync(made.data.get(), tiles.data(), tiles.size() * sizeof(Tile), cudaMemcpyHostToDevice,
-                              stream),
-              "copying a route to the device");
+        check(
+            cudaMemcpyAsync(made.data.get(), tiles.data(), tiles.size() * sizeof(Tile), cudaMemcpyHostToDevice, stream),
+            "copying a route to the device");
     return made;
 }
 
 class CudaRoute : public DeviceRoute {
-public:
+  public:
     CudaRoute(const Route &route, int device, cudaStream_t staging);
     ~CudaRoute() override;
 
@@ -65,7 +66,7 @@ public:
     const int32_t *order() const { return order_.get(); }
     const Tiles &hot() const { return hot_; }
 
-private:
+  private:
     const int device_;
     const cudaStream_t staging_;
     Scratch<int32_t> ids_, order_;
@@ -75,7 +76,7 @@ private:
 };
 
 class CudaSlots : public Slots {
-public:
+  public:
     CudaSlots(int device, const Layer &layer, int count, int64_t budget_bytes);
     ~CudaSlots() override;
 
@@ -84,23 +85,27 @@ public:
     const uint8_t *slot(int index) const override { return arena_ + index * layer_.record_bytes(); }
     void fill(int index, const uint8_t *record) override;
     std::unique_ptr<DeviceRoute> publish(const Route &route) override;
+    void settle() override;
+    DeviceSteps *device_steps(moepool_policy policy, int admit) override;
 
-    // Brings bytes [from, to) of the groups' records, and the tail that holds biases and scales, to scratch memory, some
-    // groups at a time, and calls compute(tiles) on `stream` for each lot: each record crosses the link once. Copies run
-    // beside the computing of the lot before.
+    // Brings bytes [from, to) of the groups' records, and the tail that holds biases and scales, to scratch memory,
+    // some groups at a time, and calls compute(tiles) on `stream` for each lot: each record crosses the link once.
+    // Copies run beside the computing of the lot before.
     template <class Compute>
     void stage(const std::vector<Route::Group> &groups, int64_t from, int64_t to, cudaStream_t stream,
                const Compute &compute);
 
-private:
+  private:
     void allocate(int count, int64_t budget_bytes);
 
     const int device_;
     const Layer &layer_;
     int count_ = 0;
     uint8_t *arena_ = nullptr;
+    const Pinning &pinning_;
     Uploader uploader_;
     Stream staging_, copies_;
+    std::unique_ptr<Decoder> decoder_;
 };
 
 template <class Compute>
@@ -119,9 +124,9 @@ void CudaSlots::stage(const std::vector<Route::Group> &groups, int64_t from, int
     for (size_t first = 0, i = 0; first < groups.size(); first += lot, ++i) {
         const int half = static_cast<int>(i % 2);
         uint8_t *base = buffer.get() + half * static_cast<int64_t>(lot) * record;
-        const std::vector<Route::Group> some(groups.begin() + static_cast<std::ptrdiff_t>(first),
-                                             groups.begin() +
-                                                 static_cast<std::ptrdiff_t>(std::min(groups.size(), first + lot)));
+        const std::vector<Route::Group> some(
+            groups.begin() + static_cast<std::ptrdiff_t>(first),
+            groups.begin() + static_cast<std::ptrdiff_t>(std::min(groups.size(), first + lot)));
         if (i >= 2) done[half].hold(copies_);
         for (size_t j = 0; j < some.size(); ++j) {
             uint8_t *target = base + static_cast<int64_t>(j) * record;
@@ -133,8 +138,8 @@ void CudaSlots::stage(const std::vector<Route::Group> &groups, int64_t from, int
         arrived[half].record(copies_);
         arrived[half].hold(stream);
         const Route::Group *begin = some.data();
-        const Tiles tiles = make_tiles(
-            some, [&](const Route::Group &group) { return base + (&group - begin) * record; }, stream);
+        const Tiles tiles =
+            make_tiles(some, [&](const Route::Group &group) { return base + (&group - begin) * record; }, stream);
         compute(tiles);
         done[half].record(stream);
     }

@@ -5,6 +5,7 @@
 #include <memory>
 
 #include "moepool.h"
+#include "pool/residency.h"
 #include "store/store.h"
 
 namespace moepool {
@@ -13,13 +14,35 @@ class Route;
 
 // What a route keeps on its device: ends with the route, and with it what its ops may still be reading.
 class DeviceRoute {
-public:
+  public:
     virtual ~DeviceRoute() = default;
+};
+
+// Takes whole decode steps on the device: resolve, fill and the layer, with the residency in its memory.
+class DeviceSteps {
+  public:
+    struct BadId {
+        int64_t id;
+        int32_t place, k;  // place -1: there was none
+    };
+    struct Counts {
+        int64_t steps, bypasses, hits, misses, evictions, admissions, in_place;
+    };
+    virtual ~DeviceSteps() = default;
+    // Why a step of this shape can not be taken here; NULL: it can.
+    virtual const char *refuses(int64_t tokens, int64_t k) const = 0;
+    virtual void run(const moepool_ids &ids, const moepool_rows &x, const void *weights, moepool_dtype weights_dtype,
+                     float *out, void *stream) = 0;
+    // Moves the residency to the device, and back with what was counted there so far. Both wait for the device.
+    virtual void load(const Residency::Snapshot &residency) = 0;
+    virtual Counts store(Residency::Snapshot &residency) = 0;
+    // The first id out of range since the last call, as far as the device has come. Does not wait.
+    virtual BadId take_bad_id() = 0;
 };
 
 // The slots of one pool: room for whole records, zeroed at the start.
 class Slots {
-public:
+  public:
     virtual ~Slots() = default;
     virtual int count() const = 0;
     virtual int64_t bytes() const = 0;
@@ -29,10 +52,14 @@ public:
     virtual void fill(int index, const uint8_t *record) = 0;
     // Makes a route, whose groups are set, known to the device. Its ops see all fills made so far.
     virtual std::unique_ptr<DeviceRoute> publish(const Route &route) = 0;
+    // Waits until fills and the ops of routes that have ended are done.
+    virtual void settle() {}
+    // NULL: this device, or this layer on it, has none.
+    virtual DeviceSteps *device_steps(moepool_policy, int /*admit*/) { return nullptr; }
 };
 
 class Backend {
-public:
+  public:
     virtual ~Backend() = default;
 
     // Slots for at most `count` records; fewer if memory is short (moepool_pool_config.budget_bytes).
@@ -57,8 +84,8 @@ public:
 const Backend &backend(int device);
 const Backend &cpu_backend();
 
-// The cold half of the chain gate, up, swiglu, down on the CPU, for a route of any device: out (tokens, k, rows of down),
-// +0 in the other places. Host memory.
+// The cold half of the chain gate, up, swiglu, down on the CPU, for a route of any device: out (tokens, k, rows of
+// down), +0 in the other places. Host memory.
 void cpu_cold_chain(const Route &route, const moepool_rows &x, float *out);
 
 }  // namespace moepool

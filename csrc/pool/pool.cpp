@@ -31,6 +31,12 @@ const Store &sealed(const Store &store) {
     return store;
 }
 
+Error bad_id(int64_t id, int64_t token, int64_t place, int experts) {
+    return make_error(MOEPOOL_ERROR_INDEX, "id %lld at token %lld, place %lld is outside [-1, %d)",
+                      static_cast<long long>(id), static_cast<long long>(token), static_cast<long long>(place),
+                      experts);
+}
+
 constexpr int64_t kMostPlaces = INT32_MAX;
 
 }  // namespace
@@ -40,11 +46,13 @@ Pool::Pool(std::shared_ptr<const Store> store, const moepool_pool_config &config
       layer_(sealed(*store_).layer(config.layer)),
       device_(config.device),
       backend_(backend(config.device)),
+      policy_(checked(config.policy)),
       miss_(checked(config.miss)),
+      admit_(at_least(config.admit, -1, "admit")),
       prompt_tokens_(at_least(config.prompt_tokens, 0, "prompt_tokens")),
       slots_(backend_.make_slots(layer_, std::min(at_least(config.slots, 0, "slots"), layer_.experts()),
                                  config.budget_bytes)),
-      residency_(layer_.experts(), slots_->count(), checked(config.policy), at_least(config.admit, -1, "admit")),
+      residency_(layer_.experts(), slots_->count(), policy_, admit_),
       leases_(static_cast<size_t>(residency_.slots()), 0) {
     if (config.hot && config.policy != MOEPOOL_POLICY_STATIC)
         fail(MOEPOOL_ERROR_ARGUMENT, "hot experts are only for the static policy");
@@ -73,8 +81,7 @@ Pool::Pool(std::shared_ptr<const Store> store, const moepool_pool_config &config
 
 // All ids are checked before anything changes.
 std::vector<int32_t> Pool::read_ids(const moepool_ids &ids, void *stream) {
-    if (ids.bits != 32 && ids.bits != 64)
-        fail(MOEPOOL_ERROR_ARGUMENT, "ids of %d bits: give int32 or int64", ids.bits);
+    if (ids.bits != 32 && ids.bits != 64) fail(MOEPOOL_ERROR_ARGUMENT, "ids of %d bits: give int32 or int64", ids.bits);
     if (ids.tokens < 0 || ids.k < 1)
         fail(MOEPOOL_ERROR_ARGUMENT, "ids of shape (%lld, %lld): tokens must be at least 0 and k at least 1",
              static_cast<long long>(ids.tokens), static_cast<long long>(ids.k));
@@ -110,10 +117,7 @@ std::vector<int32_t> Pool::read_ids(const moepool_ids &ids, void *stream) {
                 id = narrow;
             }
             if (id < -1 || id >= layer_.experts()) {
-                const Error error = make_error(MOEPOOL_ERROR_INDEX,
-                                               "id %lld at token %lld, place %lld is outside [-1, %d)",
-                                               static_cast<long long>(id), static_cast<long long>(t),
-                                               static_cast<long long>(j), layer_.experts());
+                const Error error = bad_id(id, t, j, layer_.experts());
                 if (!on_device) throw error;
                 // The caller's kernels may be far ahead of the host: the row says so now, the host at its next call.
                 if (pending_.empty()) pending_ = error.what();
@@ -126,6 +130,10 @@ std::vector<int32_t> Pool::read_ids(const moepool_ids &ids, void *stream) {
 }
 
 void Pool::raise_pending() const {
+    if (device_steps_) {
+        const DeviceSteps::BadId bad = device_steps_->take_bad_id();
+        if (bad.place >= 0) pending_ = bad_id(bad.id, bad.place / bad.k, bad.place % bad.k, layer_.experts()).what();
+    }
     if (pending_.empty()) return;
     const Error error(MOEPOOL_ERROR_INDEX, "in an earlier step: " + pending_);
     pending_.clear();
@@ -145,24 +153,69 @@ void Pool::fill(const std::vector<Residency::Admission> &admissions) {
     }
 }
 
-std::unique_ptr<Route> Pool::resolve(const moepool_ids &ids, moepool_phase phase, void *stream) {
+bool Pool::is_prompt(int64_t tokens, moepool_phase phase) const {
     if (phase < MOEPOOL_PHASE_AUTO || phase > MOEPOOL_PHASE_PROMPT)
         fail(MOEPOOL_ERROR_ARGUMENT, "%d is not a phase", static_cast<int>(phase));
+    return phase == MOEPOOL_PHASE_PROMPT || (phase == MOEPOOL_PHASE_AUTO && tokens > prompt_tokens_);
+}
+
+void Pool::fetch_residency() const {
+    if (!device_steps_) return;
+    Residency::Snapshot snapshot;
+    device_counts_ = device_steps_->store(snapshot);
+    residency_.restore(snapshot);
+}
+
+void Pool::ffn(const moepool_ids &ids, moepool_phase phase, const moepool_rows &x, const void *weights,
+               moepool_dtype weights_dtype, float *out, void *stream) {
+    if (ffn_on_device(ids, phase, x, weights, weights_dtype, out, stream)) return;
+    const std::unique_ptr<Route> route = resolve(ids, phase, stream);
+    if (route->places()) backend_.ffn(*route, x, weights, weights_dtype, out, stream);
+}
+
+// False: this step is not one that the device takes.
+bool Pool::ffn_on_device(const moepool_ids &ids, moepool_phase phase, const moepool_rows &x, const void *weights,
+                         moepool_dtype weights_dtype, float *out, void *stream) {
+    if (device_ == MOEPOOL_CPU || ids.device != device_ || miss_ != MOEPOOL_MISS_STREAM ||
+        is_prompt(ids.tokens, phase) || (ids.bits != 32 && ids.bits != 64) || !ids.data || ids.tokens < 1 ||
+        ids.k < 1 || ids.place_stride != ids.bits / 8 ||
+        (ids.tokens > 1 && ids.token_stride != ids.k * ids.place_stride))
+        return false;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    DeviceSteps *steps = slots_->device_steps(policy_, admit_);
+    if (!steps || open_routes_ > 0 || steps->refuses(ids.tokens, ids.k)) return false;
+    raise_pending();
+    if (!device_steps_) {
+        slots_->settle();
+        steps->load(residency_.snapshot());
+        device_steps_ = steps;
+    }
+    steps->run(ids, x, weights, weights_dtype, out, stream);
+    return true;
+}
+
+std::unique_ptr<Route> Pool::resolve(const moepool_ids &ids, moepool_phase phase, void *stream) {
+    const bool prompt = is_prompt(ids.tokens, phase);
     backend_.require_host(stream, "resolving ids");
-    const bool prompt =
-        phase == MOEPOOL_PHASE_PROMPT || (phase == MOEPOOL_PHASE_AUTO && ids.tokens > prompt_tokens_);
     std::unique_ptr<Route> route;
     const std::lock_guard<std::mutex> lock(mutex_);
     raise_pending();
     route = std::make_unique<Route>(shared_from_this(), read_ids(ids, stream), ids.tokens, ids.k);
+    ++open_routes_;
+    route->counted = true;
     if (route->groups.empty()) {
         route->device = slots_->publish(*route);
         return route;
     }
+    fetch_residency();
     std::vector<bool> hit;
     for (const Route::Group &group : route->groups) hit.push_back(residency_.slot_of(group.expert) >= 0);
     const Residency::Step step = residency_.step(route->wanted(), prompt, leases_);
     fill(step.admissions);
+    if (device_steps_) {
+        device_steps_->load(residency_.snapshot());
+        slots_->settle();
+    }
 
     // The map is as the step left it: only now is it read.
     for (size_t i = 0; i < route->groups.size(); ++i) {
@@ -197,26 +250,37 @@ std::unique_ptr<Route> Pool::resolve(const moepool_ids &ids, moepool_phase phase
 }
 
 void Pool::release(const Route &route) {
-    if (!route.leased) return;
+    if (!route.counted) return;
     const std::lock_guard<std::mutex> lock(mutex_);
+    if (--open_routes_ == 0 && device_steps_) slots_->settle();  // its ops end before the device fills a slot
+    if (!route.leased) return;
     for (const Route::Group &group : route.groups)
         if (group.slot >= 0) --leases_[static_cast<size_t>(group.slot)];
 }
 
 moepool_pool_stats Pool::stats() const {
     const std::lock_guard<std::mutex> lock(mutex_);
+    fetch_residency();
     raise_pending();
     moepool_pool_stats stats = stats_;
+    stats.steps += device_counts_.steps;
+    stats.bypasses += device_counts_.bypasses;
+    stats.hits += device_counts_.hits;
+    stats.misses += device_counts_.misses;
+    stats.evictions += device_counts_.evictions;
+    stats.copied_bytes += device_counts_.admissions * layer_.record_bytes();
+    stats.in_place_bytes += device_counts_.in_place * layer_.record_bytes();
     stats.slot_bytes = slots_->bytes();
     stats.pinned_bytes = layer_.pinned_bytes();
     stats.resident = residency_.resident();
-    stats.leased = static_cast<int32_t>(leases_.size() -
-                                        static_cast<size_t>(std::count(leases_.begin(), leases_.end(), 0)));
+    stats.leased =
+        static_cast<int32_t>(leases_.size() - static_cast<size_t>(std::count(leases_.begin(), leases_.end(), 0)));
     return stats;
 }
 
 void Pool::tables(int32_t *slot_of, int32_t *expert_in) const {
     const std::lock_guard<std::mutex> lock(mutex_);
+    fetch_residency();
     raise_pending();
     for (int expert = 0; slot_of && expert < residency_.experts(); ++expert)
         slot_of[expert] = residency_.slot_of(expert);

@@ -15,10 +15,13 @@
 namespace moepool {
 
 class Pool : public std::enable_shared_from_this<Pool> {
-public:
+  public:
     Pool(std::shared_ptr<const Store> store, const moepool_pool_config &config);
 
     std::unique_ptr<Route> resolve(const moepool_ids &ids, moepool_phase phase, void *stream);
+    // The whole layer for one step.
+    void ffn(const moepool_ids &ids, moepool_phase phase, const moepool_rows &x, const void *weights,
+             moepool_dtype weights_dtype, float *out, void *stream);
     // Ends a route's lease.
     void release(const Route &route);
 
@@ -31,22 +34,31 @@ public:
     const Slots &slots() const { return *slots_; }
     moepool_miss miss() const { return miss_; }
 
-private:
+  private:
     std::vector<int32_t> read_ids(const moepool_ids &ids, void *stream);
     void fill(const std::vector<Residency::Admission> &admissions);
     void raise_pending() const;
+    bool is_prompt(int64_t tokens, moepool_phase phase) const;
+    bool ffn_on_device(const moepool_ids &ids, moepool_phase phase, const moepool_rows &x, const void *weights,
+                       moepool_dtype weights_dtype, float *out, void *stream);
+    void fetch_residency() const;
 
     const std::shared_ptr<const Store> store_;
     const Layer &layer_;
     const int device_;
     const Backend &backend_;
+    const moepool_policy policy_;
     const moepool_miss miss_;
+    const int admit_;
     const int prompt_tokens_;
     const std::unique_ptr<Slots> slots_;
 
     mutable std::mutex mutex_;  // of all below, and of filling slots
-    Residency residency_;
+    mutable Residency residency_;
     std::vector<int> leases_;  // by slot: open routes that read it
+    int open_routes_ = 0;
+    DeviceSteps *device_steps_ = nullptr;  // set once the residency has moved to the device, where it then stays
+    mutable DeviceSteps::Counts device_counts_{};
     moepool_pool_stats stats_{};
     mutable std::string pending_;  // an id out of range in device memory, to be told at the next call
 };

@@ -18,7 +18,7 @@
 namespace moepool {
 
 class Residency {
-public:
+  public:
     struct Admission {
         int expert, slot;
         int evicted;  // the expert that was in the slot, or -1
@@ -28,6 +28,13 @@ public:
         bool bypass = false;
         int hits = 0, misses = 0;
         std::vector<Admission> admissions;  // in rising expert
+    };
+
+    // All that a step depends on.
+    struct Snapshot {
+        int64_t tick;
+        std::vector<int32_t> slot_of, expert_in;
+        std::vector<int64_t> stamp;
     };
 
     // admit: the most experts admitted a step; -1: no limit.
@@ -47,7 +54,15 @@ public:
     // wanted: distinct, rising, not empty. leases: how often each slot is pinned.
     Step step(const std::vector<int> &wanted, bool prompt, const std::vector<int> &leases);
 
-private:
+    Snapshot snapshot() const { return {tick_, slot_of_, expert_in_, stamp_}; }
+    void restore(const Snapshot &snapshot) {
+        tick_ = snapshot.tick;
+        slot_of_ = snapshot.slot_of;
+        expert_in_ = snapshot.expert_in;
+        stamp_ = snapshot.stamp;
+    }
+
+  private:
     moepool_policy policy_;
     int admit_;
     int64_t tick_ = 0;

@@ -13,7 +13,7 @@ namespace moepool {
 class Pool;
 
 class Route {
-public:
+  public:
     // The places that want one expert.
     struct Group {
         int expert;
@@ -42,10 +42,11 @@ public:
 
     std::vector<Group> groups;  // in rising expert; slot and record are set by the pool
     moepool_route_info info{};
-    bool leased = false;  // the groups' slots count this route
+    bool counted = false;  // the pool knows of this open route
+    bool leased = false;   // the groups' slots count this route
     std::unique_ptr<DeviceRoute> device;
 
-private:
+  private:
     const std::shared_ptr<Pool> pool_;
     const std::vector<int32_t> ids_;
     std::vector<int32_t> order_;

@@ -13,8 +13,8 @@
 // Portable C++ and CUDA have one lane; AVX-512 has sixteen. Every L is in an unnamed namespace, which gives what is
 // instantiated here internal linkage: the linker can not hand one instruction set's copy to another (numerics.md 6).
 //
-// Codes are given as unsigned bytes, the code plus the type's kOffset: sum(code * q) = dot(codes, q) - kOffset * sum(q),
-// exactly.
+// Codes are given as unsigned bytes, the code plus the type's kOffset: sum(code * q) = dot(codes, q) - kOffset *
+// sum(q), exactly.
 #pragma once
 
 #include "quant/types.h"

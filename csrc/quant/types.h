@@ -2,11 +2,11 @@
 //
 // A GGUF block is cut into segments. A raw segment is copied byte for byte. A field segment holds one 1-, 2- or 4-bit
 // value a column and is rewritten so that in each 32-bit word a byte belongs to one column and neighbouring bytes to
-// neighbouring columns: with b bits a word holds 32/b columns, and bits b*j .. b*j+b-1 of byte i belong to column 4*j + i
-// of them. docs/quant-types.md says what the bits of a block mean.
+// neighbouring columns: with b bits a word holds 32/b columns, and bits b*j .. b*j+b-1 of byte i belong to column 4*j +
+// i of them. docs/quant-types.md says what the bits of a block mean.
 //
-// A row's words in a panel (up to 256 columns) are its segments one after another, each with the blocks of the panel side
-// by side and padded with zero bytes to whole words.
+// A row's words in a panel (up to 256 columns) are its segments one after another, each with the blocks of the panel
+// side by side and padded with zero bytes to whole words.
 #pragma once
 
 #include <cstdint>
@@ -25,8 +25,9 @@ constexpr int kBlockColumns = 32;  // columns that share an activation scale
 
 // In rising ggml id.
 #define MOEPOOL_QUANT_TYPES(X)                                                                                         \
-    X(F32) X(F16) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ4_NL) X(IQ4_XS)  \
-        X(BF16) X(MXFP4)
+    X(F32)                                                                                                             \
+    X(F16) X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ4_NL) X(IQ4_XS) X(BF16) \
+        X(MXFP4)
 
 struct Segment {
     int bits;    // of a field: 1, 2 or 4; 0: raw bytes

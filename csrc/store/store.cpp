@@ -26,8 +26,8 @@ int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1
 std::atomic<int64_t> pinned_limit{INT64_MAX};
 
 Pages::Pages(int64_t bytes) : bytes_(bytes) {
-    void *memory = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE,
-                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    void *memory =
+        mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (memory == MAP_FAILED)
         fail(MOEPOOL_ERROR_OUT_OF_MEMORY, "host memory: %lld bytes for packed experts were refused",
              static_cast<long long>(bytes));
@@ -96,8 +96,7 @@ const Pinning &Layer::pin(Pin make) const {
 int Store::add_layer(int experts, const moepool_matrix *matrices, int count) {
     require_open();
     if (experts < 1) fail(MOEPOOL_ERROR_ARGUMENT, "a layer needs at least one expert, not %d", experts);
-    if (count < 1 || count > 3 || !matrices)
-        fail(MOEPOOL_ERROR_ARGUMENT, "a layer has 1 to 3 matrices, not %d", count);
+    if (count < 1 || count > 3 || !matrices) fail(MOEPOOL_ERROR_ARGUMENT, "a layer has 1 to 3 matrices, not %d", count);
     layers_.push_back(std::make_unique<Layer>(experts, matrices, count));
     return layers() - 1;
 }
@@ -168,11 +167,13 @@ void Store::set_bias(int layer_index, int matrix, int expert, const float *bias)
     std::memcpy(layer(layer_index).record(expert) + m.bias, bias, static_cast<size_t>(m.rows) * sizeof(float));
 }
 
-void Store::set_scale(int layer_index, int matrix, int expert, float scale) {
+void Store::set_scale(int layer_index, int matrix, int expert, const float *scale) {
     require_open();
     const Matrix &m = checked_matrix(layer_index, matrix, expert, 1);
     if (m.scale < 0) fail(MOEPOOL_ERROR_STATE, "matrix %d was declared without a scale", matrix);
-    std::memcpy(layer(layer_index).record(expert) + m.scale, &scale, sizeof scale);
+    if (!scale) fail(MOEPOOL_ERROR_ARGUMENT, "scale is NULL");
+    // By address: a float argument passes through registers, where a flush-to-zero mode of the caller would take it.
+    std::memcpy(layer(layer_index).record(expert) + m.scale, scale, sizeof *scale);
 }
 
 }  // namespace moepool

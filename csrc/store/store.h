@@ -30,7 +30,7 @@ struct Matrix {
 
 // Zeroed memory of whole pages.
 class Pages {
-public:
+  public:
     explicit Pages(int64_t bytes);
     ~Pages();
     Pages(const Pages &) = delete;
@@ -38,14 +38,14 @@ public:
     uint8_t *data() const { return data_; }
     int64_t bytes() const { return bytes_; }
 
-private:
+  private:
     uint8_t *data_;
     int64_t bytes_;
 };
 
 // Page-locks the pieces of a layer, all or some, while it lives.
 class Pinning {
-public:
+  public:
     virtual ~Pinning() = default;
     virtual bool pinned(const uint8_t *record) const = 0;
     virtual int64_t bytes() const = 0;
@@ -57,7 +57,7 @@ extern std::atomic<int64_t> pinned_limit;
 // Records of one layer. They lie in pieces of whole pages, none split, so that a limit on page-locked memory hits a
 // piece and not the layer.
 class Layer {
-public:
+  public:
     Layer(int experts, const moepool_matrix *matrices, int count);
 
     int experts() const { return experts_; }
@@ -74,7 +74,7 @@ public:
                expert % records_per_piece_ * record_bytes_;
     }
 
-private:
+  private:
     int experts_;
     std::vector<Matrix> matrices_;
     int64_t record_bytes_, tail_;
@@ -85,18 +85,18 @@ private:
 };
 
 class Store {
-public:
+  public:
     int add_layer(int experts, const moepool_matrix *matrices, int count);
     void pack(int layer, int matrix, int expert, int count, const uint8_t *blocks, int64_t expert_stride);
     void unpack(int layer, int matrix, int expert, uint8_t *blocks) const;
     void set_bias(int layer, int matrix, int expert, const float *bias);
-    void set_scale(int layer, int matrix, int expert, float scale);
+    void set_scale(int layer, int matrix, int expert, const float *scale);
     void seal() { sealed_ = true; }
     bool sealed() const { return sealed_; }
     int layers() const { return static_cast<int>(layers_.size()); }
     const Layer &layer(int index) const;
 
-private:
+  private:
     const Matrix &checked_matrix(int layer, int matrix, int expert, int count) const;
     void require_open() const;
 

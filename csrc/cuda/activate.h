@@ -1,0 +1,106 @@
+// The activation quantiser on a warp: numerics.md section 1.
+#pragma once
+
+#include <cstdint>
+
+#include "moepool.h"
+#include "numerics.h"
+
+namespace moepool {
+namespace cuda {
+
+// A quantised block of 32 columns of the decode kernels: what they stage in shared memory, side by side.
+struct ActivationBlock {
+    int8_t q[32];
+    float d, e;
+    int32_t sum0, sum1;
+};
+static_assert(sizeof(ActivationBlock) == 48, "whole 16-byte words");
+
+namespace {
+
+__device__ __forceinline__ float widen(const void *data, moepool_dtype dtype, int64_t index) {
+    if (dtype == MOEPOOL_F32) return static_cast<const float *>(data)[index];
+    const uint16_t raw = static_cast<const uint16_t *>(data)[index];
+    return dtype == MOEPOOL_F16 ? num::widen_f16(raw) : num::widen_bf16(raw);
+}
+
+// A block of 32 columns, one a lane. Every lane gets the block's facts and its own code.
+struct Quantised {
+    int code, sum0, sum1;
+    float d, e;
+};
+__device__ __forceinline__ Quantised quantise(float value) {
+    uint32_t largest = num::bits(value) & 0x7fffffffu;
+#if __CUDA_ARCH__ >= 800
+    largest = __reduce_max_sync(~0u, largest);
+#else
+    for (int step = 16; step; step /= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, step));
+#endif
+    const float a = num::from_bits(largest);
+    const bool plain = !num::nonfinite(largest) && a >= 0x1p-118f;
+    Quantised made;
+    made.d = plain ? num::mp_div(a, 127.0f) : num::nonfinite(largest) ? num::nan() : 0.0f;
+    made.code = plain ? num::rint_int(num::mp_mul(value, num::mp_div(127.0f, a))) : 0;
+    int sum = made.code;
+    for (int step = 8; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
+    made.sum0 = __shfl_sync(~0u, sum, 0);
+    made.sum1 = __shfl_sync(~0u, sum, 16);
+    made.e = num::mp_mul(made.d, static_cast<float>(made.sum0 + made.sum1));
+    return made;
+}
+
+__device__ __forceinline__ void store_block(const Quantised &made, int lane, ActivationBlock *block) {
+    block->q[lane] = static_cast<int8_t>(made.code);
+    if (lane == 0) {
+        block->d = made.d;
+        block->e = made.e;
+        block->sum0 = made.sum0;
+        block->sum1 = made.sum1;
+    }
+}
+
+// Up to 8 neighbouring blocks by one warp, a lane four columns of a block: element(i) is column i of them.
+template <class Element>
+__device__ __forceinline__ void quantise_chunk(const Element &element, int blocks, int lane, ActivationBlock *target) {
+    for (int first = 0; first < blocks; first += 4) {
+        const int block = first + lane / 8, column = 32 * block + 4 * (lane % 8);
+        const bool inside = block < blocks;
+        float value[4];
+        uint32_t largest = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            value[i] = inside ? element(column + i) : 0.0f;
+            largest = max(largest, num::bits(value[i]) & 0x7fffffffu);
+        }
+#pragma unroll
+        for (int step = 1; step < 8; step *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, step));
+        const float a = num::from_bits(largest);
+        const bool plain = !num::nonfinite(largest) && a >= 0x1p-118f;
+        const float d = plain ? num::mp_div(a, 127.0f) : num::nonfinite(largest) ? num::nan() : 0.0f;
+        const float r = plain ? num::mp_div(127.0f, a) : 0.0f;
+        uint32_t codes = 0;
+        int sum = 0;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            const int code = plain ? num::rint_int(num::mp_mul(value[i], r)) : 0;
+            codes |= (static_cast<uint32_t>(code) & 0xffu) << (8 * i);
+            sum += code;
+        }
+        sum += __shfl_xor_sync(~0u, sum, 1);
+        sum += __shfl_xor_sync(~0u, sum, 2);
+        const int other = __shfl_xor_sync(~0u, sum, 4);
+        if (!inside) continue;
+        reinterpret_cast<uint32_t *>(target[block].q)[lane % 8] = codes;
+        if (lane % 8 == 0) {
+            target[block].d = d;
+            target[block].e = num::mp_mul(d, static_cast<float>(sum + other));
+            target[block].sum0 = sum;
+            target[block].sum1 = other;
+        }
+    }
+}
+
+}  // namespace
+}  // namespace cuda
+}  // namespace moepool

@@ -1,0 +1,75 @@
+// A decode step of a whole layer on the device: no host in the loop, so that a CUDA graph can hold it.
+//
+//   resolve   one block takes the residency law's step and cuts the places into tiles; others quantise x
+//   gate/up   a block computes 32 hidden columns of a tile: both products, swiglu, and their quantised block
+//   down      a block computes 32 outputs of a tile; of a single token, of all its places, and combines them
+//   combine   for more tokens than one
+//
+// Of a single token there are but two kernels. Hits need only a look-up, which gate/up and down do themselves; resolve
+// is a block of gate/up that runs beside the others, and x is quantised where it is used. Down asks for its weights
+// while gate/up is still at work.
+//
+// A tile's record is read where it lies: in a slot, or in page-locked host memory over the link. If the step admits the
+// expert, the blocks that read its panels write them into its slot as well, so that a miss crosses the link once. Next
+// step's kernels find it there.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "cuda/resolve.h"
+#include "cuda/runtime.h"
+#include "moepool.h"
+#include "pool/backend.h"
+#include "pool/residency.h"
+#include "store/store.h"
+
+namespace moepool {
+namespace cuda {
+
+// Everything that the steps of one pool keep on the device between and during steps.
+class Decoder : public DeviceSteps {
+  public:
+    // records: by expert, where its record lies in page-locked host memory as the device addresses it.
+    Decoder(int device, const Layer &layer, const std::vector<const uint8_t *> &records, int slots, uint8_t *arena,
+            bool static_policy, int admit);
+    ~Decoder() override;
+    Decoder(const Decoder &) = delete;
+    Decoder &operator=(const Decoder &) = delete;
+
+    // Why the device takes no step of this layer; NULL: it does.
+    static const char *refuses(const Layer &layer);
+    const char *refuses(int64_t tokens, int64_t k) const override;
+    void run(const moepool_ids &ids, const moepool_rows &x, const void *weights, moepool_dtype weights_dtype,
+             float *out, void *stream) override;
+    void load(const Residency::Snapshot &residency) override;
+    Counts store(Residency::Snapshot &residency) override;
+    BadId take_bad_id() override;
+
+  private:
+    struct Workspace;
+    void reserve(int64_t tokens, int64_t k);
+    void copy(void *to, const void *from, int64_t bytes);
+
+    const int device_;
+    const Layer &layer_;
+    const int slots_;
+    uint8_t *const arena_;
+    const bool static_policy_;
+    const int admit_;
+    Stream side_;  // of copies that are no part of a step, also while one is captured
+    DeviceState *state_ = nullptr;
+    int32_t *slot_of_ = nullptr, *expert_in_ = nullptr;
+    int64_t *stamp_ = nullptr;
+    const uint8_t **records_ = nullptr;
+    BadId *bad_id_ = nullptr;  // in host memory that the device writes to
+    Event last_;               // behind the last step
+    cudaStream_t last_stream_ = nullptr;
+    std::vector<std::unique_ptr<Workspace>> workspaces_;  // the last is in use; graphs may hold the others
+};
+
+}  // namespace cuda
+}  // namespace moepool

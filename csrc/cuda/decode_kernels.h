@@ -1,0 +1,31 @@
+// The kernels of a decode step behind resolve: gate/up with swiglu, down, combine.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+
+#include "cuda/resolve.h"
+#include "store/store.h"
+
+namespace moepool {
+namespace cuda {
+
+// How a kernel of the step is launched.
+struct DecodeConfig {
+    int warps;         // of a block
+    int stages;        // panels that a warp has in flight
+    int shared_bytes;  // of a block
+    std::string text() const;
+};
+
+// Loads the kernels of a matrix' type, so that no capture meets one that is not loaded.
+void load_decode_kernels(const Matrix &matrix);
+// Of a single token this resolves too.
+void gate_up(const Matrix &gate, const Matrix &up, const Step &step, const ResolveArguments &arguments,
+             cudaStream_t stream);
+void down_and_combine(const Matrix &down, const Step &step, cudaStream_t stream);
+
+}  // namespace cuda
+}  // namespace moepool

@@ -1,0 +1,153 @@
+// Panels on their way to shared memory, and kernels that begin before the one in front of them has ended.
+//
+// From compute capability 9.0 on, a panel is one bulk copy that completes on a barrier in shared memory: it takes no
+// registers and one thread's time. Older devices load and store it word by word. Programmatic dependent launch exists
+// from 9.0 on too; elsewhere kernels follow one another, and both calls do nothing.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+namespace moepool {
+namespace cuda {
+namespace {
+
+// All that the kernels in front wrote can be read from here on. Every thread of every kernel of a chain calls it, also
+// one that exits early: the kernel behind relies on it.
+__device__ __forceinline__ void wait_for_kernels_in_front() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// The kernel behind may be started: what it does before its own wait runs beside what is left of this one.
+__device__ __forceinline__ void let_the_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+__device__ __forceinline__ uint32_t shared_address(const void *p) {
+    return static_cast<uint32_t>(__cvta_generic_to_shared(p));
+}
+
+// The blocks of a cluster share a job; where there are no clusters, a block is one of one.
+struct Cluster {
+    int rank = 0, size = 1;
+    __device__ Cluster() {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+        asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
+#endif
+    }
+    // Arrives at the cluster's barrier, all threads of the block; what they wrote before can be seen behind wait.
+    __device__ void arrive() const {
+#if __CUDA_ARCH__ >= 900
+        if (size > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+#endif
+    }
+    __device__ void wait() const {
+#if __CUDA_ARCH__ >= 900
+        if (size > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+#endif
+    }
+    // Writes to the same place in the first block's shared memory. That block must have arrived once, or it may not run
+    // yet.
+    __device__ void send_to_first(float *target, float value) const {
+#if __CUDA_ARCH__ >= 900
+        if (size > 1) {
+            uint32_t address;
+            asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(address) : "r"(shared_address(target)));
+            asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
+            return;
+        }
+#endif
+        *target = value;
+    }
+};
+
+// One warp's buffers: `stages` panels in flight. All lanes call every function.
+class Panels {
+  public:
+    // memory: stages * bytes, 128-byte aligned. barriers: stages of them.
+    __device__ Panels(uint8_t *memory, uint64_t *barriers, int stages, int bytes, int lane)
+        : memory_(memory), barriers_(barriers), stages_(stages), bytes_(bytes), lane_(lane) {
+#if __CUDA_ARCH__ >= 900
+        if (lane_ < stages_)
+            asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_address(barriers_ + lane_)) : "memory");
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        __syncwarp();
+#endif
+    }
+
+    // Starts the copy of the warp's next panel. A stage that was in use must have been released.
+    __device__ void fetch(const uint8_t *source, int bytes) {
+        const int stage = static_cast<int>(fetched_++ % stages_);
+        uint8_t *target = memory_ + stage * bytes_;
+#if __CUDA_ARCH__ >= 900
+        if (lane_ == 0) {
+            const uint32_t barrier = shared_address(barriers_ + stage);
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+                         : "memory");
+            asm volatile(
+                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                    shared_address(target)),
+                "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(barrier)
+                : "memory");
+        }
+#else
+        for (int i = 16 * lane_; i < bytes; i += 16 * 32)
+            *reinterpret_cast<int4 *>(target + i) = *reinterpret_cast<const int4 *>(source + i);
+        __syncwarp();
+#endif
+    }
+
+    // Waits for the panel fetched first of those not yet taken.
+    __device__ const uint8_t *take() {
+        const int stage = static_cast<int>(taken_ % stages_);
+#if __CUDA_ARCH__ >= 900
+        const uint32_t barrier = shared_address(barriers_ + stage), parity = taken_ / stages_ & 1;
+        asm volatile(
+            "{.reg .pred done;\n"
+            "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+            "@!done bra again;}" ::"r"(barrier),
+            "r"(parity)
+            : "memory");
+#endif
+        ++taken_;
+        return memory_ + stage * bytes_;
+    }
+
+    // Writes the panel just taken to device memory. finish_stores() is due before the stage is released.
+    __device__ void copy_out(const uint8_t *panel, uint8_t *target, int bytes) {
+#if __CUDA_ARCH__ >= 900
+        if (lane_ == 0) {
+            asm volatile(
+                "cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(__cvta_generic_to_global(target)),
+                "r"(shared_address(panel)), "r"(bytes)
+                : "memory");
+            asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+        }
+#else
+        for (int i = 16 * lane_; i < bytes; i += 16 * 32)
+            *reinterpret_cast<int4 *>(target + i) = *reinterpret_cast<const int4 *>(panel + i);
+#endif
+    }
+    __device__ void finish_stores() {
+#if __CUDA_ARCH__ >= 900
+        if (lane_ == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+#endif
+        __syncwarp();
+    }
+
+  private:
+    uint8_t *const memory_;
+    uint64_t *const barriers_;
+    const int stages_, bytes_, lane_;
+    uint32_t fetched_ = 0, taken_ = 0;
+};
+
+}  // namespace
+}  // namespace cuda
+}  // namespace moepool

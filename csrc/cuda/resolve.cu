@@ -1,0 +1,53 @@
+#include "cuda/resolve.h"
+
+#include <algorithm>
+
+#include "cuda/activate.h"
+#include "cuda/launch.h"
+#include "cuda/pipeline.h"
+#include "cuda/resolve_block.h"
+#include "quant/types.h"
+
+namespace moepool {
+namespace cuda {
+
+namespace {
+
+constexpr int kThreads = 512;
+constexpr int kActivationBlocks = 64;  // thread blocks that quantise, at most
+
+__device__ void quantise_rows(const Step &step, int64_t elements) {
+    const int lane = threadIdx.x % 32;
+    const int64_t warps = int64_t{gridDim.x - 1} * (kThreads / 32);
+    for (int64_t block = int64_t{blockIdx.x - 1} * (kThreads / 32) + threadIdx.x / 32; block < elements / kBlockColumns;
+         block += warps)
+        store_block(quantise(widen(step.x, step.x_dtype, block * kBlockColumns + lane)), lane, step.input + block);
+}
+
+__global__ void __launch_bounds__(kThreads) resolve_kernel(const Step step, const ResolveArguments a) {
+    wait_for_kernels_in_front();
+    let_the_next_kernel_start();
+    if (blockIdx.x > 0) return quantise_rows(step, a.row_elements);
+
+    extern __shared__ __align__(16) uint8_t memory[];
+    resolve_block(step, a, memory);
+}
+
+}  // namespace
+
+int resolve_shared_bytes(int experts, int slots) {
+    return 8 * slots + 4 * (6 * experts + 2 * slots + kMostDecodePlaces);
+}
+
+void prepare_resolve(int experts, int slots) { allow_shared(resolve_kernel, resolve_shared_bytes(experts, slots)); }
+
+void resolve(const Step &step, const ResolveArguments &a, cudaStream_t stream) {
+    constexpr int kWarps = kThreads / 32;
+    const int64_t helpers =
+        std::min<int64_t>(kActivationBlocks, (a.row_elements / kBlockColumns + kWarps - 1) / kWarps);
+    launch(resolve_kernel, static_cast<unsigned>(1 + helpers), dim3(kThreads),
+           resolve_shared_bytes(step.residents.experts, a.slots), 1, stream, step, a);
+}
+
+}  // namespace cuda
+}  // namespace moepool

@@ -1,0 +1,184 @@
+// The residency law's step, taken by one thread block.
+#pragma once
+
+#include "cuda/resolve.h"
+#include "pool/route.h"
+
+namespace moepool {
+namespace cuda {
+namespace {
+
+__device__ int warp_inclusive_sum(int value, int lane) {
+    for (int step = 1; step < 32; step *= 2) {
+        const int other = __shfl_up_sync(~0u, value, step);
+        if (lane >= step) value += other;
+    }
+    return value;
+}
+
+__device__ int64_t read_id(const Step &step, int place) {
+    return step.bits == 64 ? static_cast<const int64_t *>(step.ids)[place]
+                           : int64_t{static_cast<const int32_t *>(step.ids)[place]};
+}
+
+// memory: shared, resolve_shared_bytes(experts, slots) of it. All threads of the block; whole warps.
+__device__ __forceinline__ void resolve_block(const Step &step, const ResolveArguments &a, uint8_t *memory) {
+    const Residents &residents = step.residents;
+    const StepTables &tables = step.tables;
+    const int experts = residents.experts, places = step.tokens * step.k;
+    const bool single = step.tokens == 1;
+    int64_t *stamps = reinterpret_cast<int64_t *>(memory);   // by slot
+    int *count = reinterpret_cast<int *>(stamps + a.slots);  // by expert: places
+    int *first = count + experts;                            // in order
+    int *tile = first + experts;                             // first tile
+    int *slot = tile + experts;                              // before the step, or -1
+    int *fill = slot + experts;                              // the slot that the step gives it, or -1
+    int *missing = fill + experts;                           // experts, rising
+    int *inside = missing + experts;                         // by slot: its expert
+    int *victims = inside + a.slots;
+    int *id = victims + a.slots;  // by place
+    __shared__ int hits, misses, tiles;
+    __shared__ unsigned long long evictions, bad;  // bad: the first place out of range
+
+    const int thread = blockDim.x * threadIdx.y + threadIdx.x, threads = blockDim.x * blockDim.y, lane = thread % 32;
+    const int64_t tick_before = a.state->tick;
+    for (int e = thread; e < experts; e += threads) {
+        count[e] = 0;
+        fill[e] = -1;
+        slot[e] = residents.slot_of[e];
+    }
+    for (int s = thread; s < a.slots; s += threads) {
+        stamps[s] = a.stamp[s];
+        inside[s] = a.expert_in[s];
+    }
+    if (thread == 0) evictions = 0, bad = ~0ull;
+    __syncthreads();
+
+    for (int p = thread; p < places; p += threads) {
+        const int64_t wide = read_id(step, p);
+        const bool valid = wide >= -1 && wide < experts;
+        if (!valid) atomicMin(&bad, static_cast<unsigned long long>(p));
+        id[p] = valid ? static_cast<int>(wide) : Route::kInvalid;
+        tables.ids[p] = id[p];
+        if (id[p] >= 0) atomicAdd(&count[id[p]], 1);
+    }
+    __syncthreads();
+
+    // One warp walks the experts in rising order: hits, the missing, and where each one's places and tiles begin.
+    if (thread < 32) {
+        int hit = 0, miss = 0, place = 0, cut = 0;
+        for (int base = 0; base < experts; base += 32) {
+            const int e = base + lane;
+            const int n = e < experts ? count[e] : 0;
+            const bool absent = n > 0 && slot[e] < 0;
+            const unsigned absentees = __ballot_sync(~0u, absent);
+            if (absent) missing[miss + __popc(absentees & ((1u << lane) - 1))] = e;
+            miss += __popc(absentees);
+            hit += __popc(__ballot_sync(~0u, n > 0 && slot[e] >= 0));
+            const int tiles_here = (n + kMostDecodeTokens - 1) / kMostDecodeTokens;
+            const int places_up_to = warp_inclusive_sum(n, lane), tiles_up_to = warp_inclusive_sum(tiles_here, lane);
+            if (e < experts) {
+                first[e] = place + places_up_to - n;
+                tile[e] = cut + tiles_up_to - tiles_here;
+            }
+            place += __shfl_sync(~0u, places_up_to, 31);
+            cut += __shfl_sync(~0u, tiles_up_to, 31);
+        }
+        if (lane == 0) hits = hit, misses = miss, tiles = cut;
+    }
+    __syncthreads();
+
+    const bool bypass = hits + misses > a.slots;
+    const int64_t tick = tick_before + (hits + misses > 0);
+    int admitted = 0;
+    if (!bypass && !a.static_policy && misses > 0) {
+        admitted = a.admit < 0 ? misses : min(misses, a.admit);
+        // A slot's rank among the victims, in rising (stamp, slot): the law's order.
+        int available = 0;
+        for (int s = 0; s < a.slots; ++s) available += inside[s] < 0 || count[inside[s]] == 0;
+        admitted = min(admitted, available);
+        for (int s = thread; s < a.slots; s += threads) {
+            if (inside[s] >= 0 && count[inside[s]] > 0) continue;
+            int rank = 0;
+            for (int other = 0; other < a.slots; ++other) {
+                const bool candidate = inside[other] < 0 || count[inside[other]] == 0;
+                const int64_t mine = inside[s] < 0 ? 0 : stamps[s], its = inside[other] < 0 ? 0 : stamps[other];
+                rank += candidate && (its < mine || (its == mine && other < s));
+            }
+            if (rank < admitted) victims[rank] = s;
+        }
+        __syncthreads();
+        for (int i = thread; i < admitted; i += threads) {
+            const int s = victims[i], e = missing[i];
+            if (inside[s] >= 0) atomicAdd(&evictions, 1ull);
+            if (single) {
+                tables.commits[i] = {inside[s], e, s};
+            } else {
+                if (inside[s] >= 0) residents.slot_of[inside[s]] = -1;
+                residents.slot_of[e] = s;
+            }
+            a.expert_in[s] = e;
+            a.stamp[s] = tick;
+            fill[e] = s;
+        }
+        __syncthreads();
+    }
+    const auto slot_address = [&](int s) { return residents.arena + s * residents.record_bytes; };
+    const auto tile_of = [&](int e, int begin, int n) {
+        const DecodeTile made{slot[e] >= 0 ? slot_address(slot[e]) : residents.records[e],
+                              fill[e] >= 0 ? slot_address(fill[e]) : nullptr, begin, n};
+        return made;
+    };
+    for (int e = thread; e < experts; e += threads) {
+        if (count[e] == 0) continue;
+        if (!bypass && slot[e] >= 0) a.stamp[slot[e]] = tick;
+        if (!single)
+            for (int i = 0; i * kMostDecodeTokens < count[e]; ++i)
+                tables.tiles[tile[e] + i] = tile_of(e, first[e] + i * kMostDecodeTokens,
+                                                    min(kMostDecodeTokens, count[e] - i * kMostDecodeTokens));
+    }
+    for (int p = thread; p < places; p += threads) {
+        if (single) {
+            tables.order[p] = p;
+            tables.tiles[p] = id[p] >= 0 ? tile_of(id[p], p, 1) : DecodeTile{nullptr, nullptr, p, 0};
+        } else if (id[p] >= 0) {
+            int rank = 0;
+            for (int other = 0; other < p; ++other) rank += id[other] == id[p];
+            tables.order[first[id[p]] + rank] = p;
+        }
+    }
+    if (single) {  // others of this grid wait for the tiles
+        __threadfence();
+        __syncthreads();
+        if (thread == 0) {
+            *tables.commit_count = admitted;
+            asm volatile("st.release.gpu.u32 [%0], 1;" ::"l"(tables.resolved) : "memory");
+        }
+    }
+    if (thread == 0) {
+        *tables.tile_count = single ? places : tiles;
+        a.state->tick = tick;
+        DeviceSteps::Counts &counts = a.state->counts;
+        if (hits + misses > 0) {
+            ++counts.steps;
+            counts.bypasses += bypass;
+            counts.hits += hits;
+            counts.misses += misses;
+            counts.evictions += static_cast<int64_t>(evictions);
+            counts.admissions += admitted;
+            counts.in_place += misses - admitted;
+        }
+        volatile DeviceSteps::BadId *told = a.bad_id;
+        if (bad != ~0ull && told->place < 0) {
+            const int p = static_cast<int>(bad);
+            told->id = read_id(step, p);
+            told->k = step.k;
+            __threadfence_system();
+            told->place = p;
+        }
+    }
+}
+
+}  // namespace
+}  // namespace cuda
+}  // namespace moepool

@@ -1,0 +1,69 @@
+// What the kernels of a decode step share.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/activate.h"
+#include "moepool.h"
+
+namespace moepool {
+namespace cuda {
+
+constexpr int kMostDecodeTokens = 16;   // also the most places of a tile
+constexpr int kMostDecodePlaces = 512;  // tokens * k
+
+// Places of one expert that are computed together.
+struct DecodeTile {
+    const uint8_t *record;  // where it is read; NULL: a skipped place of a single token
+    uint8_t *fill;          // the slot it goes to as well, or NULL
+    int32_t first, count;   // of order
+};
+
+// An expert that this step brings into a slot. While a single token's kernels look slots up by themselves, the map must
+// not change: the last of them makes it so.
+struct Commit {
+    int32_t evicted, expert, slot;
+};
+
+// Where the weights are.
+struct Residents {
+    int32_t experts;
+    int32_t *slot_of;               // by expert, or -1
+    const uint8_t *const *records;  // by expert, in host memory, as the device addresses it
+    uint8_t *arena;
+    int64_t record_bytes, tail;
+};
+
+// What resolve writes for the kernels behind it.
+struct StepTables {
+    int32_t *ids;    // as int32, Route::kInvalid if out of range
+    int32_t *order;  // places by tile
+    DecodeTile *tiles;
+    int32_t *tile_count;
+    Commit *commits;
+    int32_t *commit_count;
+    uint32_t *resolved;  // of a single token: the tables are written; 0 between steps
+    uint32_t *finished;  // blocks of the last kernel; 0 between steps
+};
+
+// One step. Of a single token every place is a tile.
+struct Step {
+    const void *ids;
+    int32_t bits, tokens, k;
+    int32_t most_tiles;
+    Residents residents;
+    StepTables tables;
+    const void *x;  // activation rows
+    moepool_dtype x_dtype;
+    int32_t x_per_row;        // places that share a row
+    ActivationBlock *input;   // the same quantised, if gate and up are
+    ActivationBlock *hidden;  // (places, blocks), or
+    float *hidden_x;          // (places, columns), as down wants them
+    float *rows;              // (places, rows of down), for more tokens than one
+    const void *weights;
+    moepool_dtype weights_dtype;
+    float *out;
+};
+
+}  // namespace cuda
+}  // namespace moepool
