@@ -10,6 +10,8 @@ namespace cuda {
 
 namespace {
 
+constexpr int kMostBooks = 40 << 10;  // bytes of shared memory that resolve takes: any device has them
+
 bool is_quantised(const Matrix &m) { return m.type().block > 1; }
 
 template <class T>
@@ -55,7 +57,7 @@ Decoder::Decoder(int device, const Layer &layer, const std::vector<const uint8_t
     : device_(device), layer_(layer), slots_(slots), arena_(arena), static_policy_(static_policy), admit_(admit) {
     const RelaxedCapture relaxed;
     for (const Matrix &m : layer.matrices()) load_decode_kernels(m);
-    prepare_resolve(layer.experts(), slots);
+    load_resolve_kernel();
     check(cudaHostAlloc(reinterpret_cast<void **>(&bad_id_), sizeof *bad_id_, cudaHostAllocMapped),
           "allocating page-locked memory");
     *bad_id_ = {0, -1, 1};
@@ -78,10 +80,11 @@ Decoder::~Decoder() {
     cudaFreeHost(bad_id_);
 }
 
-const char *Decoder::refuses(const Layer &layer) {
+const char *Decoder::refuses(const Layer &layer, int slots) {
     const std::vector<Matrix> &m = layer.matrices();
     if (m.size() != 3) return "the layer is not gate, up and down";
     if (m[0].type_index != m[1].type_index) return "gate and up differ in type";
+    if (resolve_shared_bytes(layer.experts(), slots) > kMostBooks) return "the layer has too many experts";
     return nullptr;
 }
 

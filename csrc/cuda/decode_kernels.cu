@@ -16,6 +16,7 @@ namespace {
 constexpr int kSinglePlaceWarps = 16;  // of gate/up for a single token,
 constexpr int kSingleDownWarps = 24;   // of down for a single token,
 constexpr int kTileWarps = 8;          // and of both for more
+constexpr int kStaticShared = 20 << 10;  // more than any of the kernels has besides
 constexpr int kSubBatch = 2;           // places that a panel is multiplied with at once
 
 // Where a matrix lies in a record.
@@ -223,7 +224,7 @@ __global__ void __launch_bounds__(32 * kSinglePlaceWarps)
     const auto bytes = [&](int unit) { return chunk_bytes<T>(chunk_width(gate, unit / matrices)); };
     for (int s = 0; s < stages; ++s)
         if (const int unit = warp + s * warps; unit < units) panels.fetch(looked.record + offset(unit), bytes(unit));
-    float total = 0.0f;  // of the first `matrices` warps
+    if (warp == 0) shared.total[lane] = shared.total[32 + lane] = 0.0f;
     uint8_t *fill = nullptr;
     if (looked.missing) {  // only the books say whether it is to be kept
         uint32_t resolved = 0;
@@ -247,13 +248,17 @@ __global__ void __launch_bounds__(32 * kSinglePlaceWarps)
             if (next < units) panels.fetch(looked.record + offset(next), bytes(next));
         }
         __syncthreads();
-        if (warp < matrices)
-            for (int w = (first + warp) % matrices; w < min(warps, units - first); w += matrices)
+        for (int m = warp; m < matrices; m += warps) {
+            float *at = shared.total + m * 32 + lane, total = *at;
+            for (int w = (m + matrices - first % matrices) % matrices; w < min(warps, units - first); w += matrices)
                 total = __fadd_rn(total, shared.partial[w * 32 + lane]);
+            *at = total;
+        }
         __syncthreads();
     }
     cluster.wait();
-    if (warp < matrices) cluster.send_to_first(shared.total + matrix(warp) * 32 + lane, total);
+    // A second block's only matrix is up, the second total of the first.
+    if (cluster.rank > 0 && warp == 0) cluster.send_to_first(shared.total + 32 + lane, shared.total[lane]);
     cluster.arrive();
     if (cluster.rank > 0) return cluster.wait();
     cluster.wait();
@@ -526,7 +531,8 @@ constexpr int kSingleBudget = 112 << 10;
 constexpr int kTileBudget = 40 << 10;
 template <class T>
 DecodeConfig configure(int units, int most_warps, int budget, int staged_rows, int places, int totals) {
-    const int panels = std::max(1, budget / kPanelBytes<T>);
+    const int others = shared_bytes(most_warps, 1, 0, staged_rows * kStagedBytes<T>, places, totals);
+    const int panels = std::max(1, std::min(budget, most_shared_bytes() - kStaticShared - others) / kPanelBytes<T>);
     DecodeConfig c{};
     const int most = std::min({most_warps, units, panels});
     const int rounds = (units + most - 1) / most;
@@ -607,10 +613,7 @@ std::string DecodeConfig::text() const {
 }
 
 void load_decode_kernels(const Matrix &matrix) {
-    int device = 0, most = 0;
-    check(cudaGetDevice(&device), "asking for the current device");
-    check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "asking for shared memory");
-    kernels[matrix.type_index].load(most - (20 << 10));  // down_single has some static shared memory too
+    kernels[matrix.type_index].load(most_shared_bytes() - kStaticShared);
     allow_shared(combine_tiles, 0);
 }
 

@@ -11,6 +11,9 @@ namespace cuda {
 // The device's compute capability is 9.0 or more: bulk copies, programmatic dependent launch, clusters.
 bool overlaps_kernels();
 
+// The most shared memory that a block can have on the device.
+int most_shared_bytes();
+
 // Allows a kernel more dynamic shared memory than the 48 KB that every kernel has. This also loads it.
 template <class... Parameters>
 void allow_shared(void (*kernel)(Parameters...), int bytes) {

@@ -13,6 +13,7 @@ namespace cuda {
 
 namespace {
 
+constexpr int kStaticShared = 1 << 10;
 constexpr int kThreads = 512;
 constexpr int kActivationBlocks = 64;  // thread blocks that quantise, at most
 
@@ -39,7 +40,7 @@ int resolve_shared_bytes(int experts, int slots) {
     return 8 * slots + 4 * (6 * experts + 2 * slots + kMostDecodePlaces);
 }
 
-void prepare_resolve(int experts, int slots) { allow_shared(resolve_kernel, resolve_shared_bytes(experts, slots)); }
+void load_resolve_kernel() { allow_shared(resolve_kernel, most_shared_bytes() - kStaticShared); }
 
 void resolve(const Step &step, const ResolveArguments &a, cudaStream_t stream) {
     constexpr int kWarps = kThreads / 32;

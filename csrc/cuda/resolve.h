@@ -31,8 +31,8 @@ struct ResolveArguments {
 // Takes a step of more tokens than one: residency, counts, and the step's tables. A single token's is part of gate/up.
 void resolve(const Step &step, const ResolveArguments &arguments, cudaStream_t stream);
 int resolve_shared_bytes(int experts, int slots);
-// Loads the kernel, for pools of this size.
-void prepare_resolve(int experts, int slots);
+// Loads the kernel.
+void load_resolve_kernel();
 
 }  // namespace cuda
 }  // namespace moepool

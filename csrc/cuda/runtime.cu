@@ -111,6 +111,13 @@ void Event::wait() const {
     check(cudaEventSynchronize(event_), "waiting for an event");
 }
 
+int most_shared_bytes() {
+    int device = 0, most = 0;
+    check(cudaGetDevice(&device), "asking for the current device");
+    check(cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device), "asking for shared memory");
+    return most;
+}
+
 bool overlaps_kernels() {
     int device = 0;
     check(cudaGetDevice(&device), "asking for the current device");

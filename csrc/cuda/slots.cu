@@ -119,7 +119,7 @@ void CudaSlots::settle() {
 }
 
 DeviceSteps *CudaSlots::device_steps(moepool_policy policy, int admit) {
-    if (decoder_ || Decoder::refuses(layer_)) return decoder_.get();
+    if (decoder_ || Decoder::refuses(layer_, count_)) return decoder_.get();
     if (!pinning_.pinned(layer_.record(layer_.experts() - 1))) return nullptr;
     const OnDevice on(device_);
     std::vector<const uint8_t *> records;

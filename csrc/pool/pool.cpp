@@ -31,6 +31,12 @@ const Store &sealed(const Store &store) {
     return store;
 }
 
+// The stride of a dimension of one element says nothing.
+bool packed(const moepool_ids &ids) {
+    const int64_t bytes = ids.bits / 8;
+    return (ids.k == 1 || ids.place_stride == bytes) && (ids.tokens == 1 || ids.token_stride == ids.k * bytes);
+}
+
 Error bad_id(int64_t id, int64_t token, int64_t place, int experts) {
     return make_error(MOEPOOL_ERROR_INDEX, "id %lld at token %lld, place %lld is outside [-1, %d)",
                       static_cast<long long>(id), static_cast<long long>(token), static_cast<long long>(place),
@@ -97,10 +103,9 @@ std::vector<int32_t> Pool::read_ids(const moepool_ids &ids, void *stream) {
     std::vector<int32_t> read(static_cast<size_t>(ids.tokens * ids.k));
     const auto *base = static_cast<const uint8_t *>(ids.data);
     std::vector<uint8_t> copy;
-    if (on_device) {
-        if (ids.place_stride != ids.bits / 8 || ids.token_stride != ids.k * ids.place_stride)
-            fail(MOEPOOL_ERROR_ARGUMENT, "ids in device memory must be packed");
-        copy.resize(read.size() * static_cast<size_t>(ids.place_stride));
+    if (on_device && !read.empty()) {
+        if (!packed(ids)) fail(MOEPOOL_ERROR_ARGUMENT, "ids in device memory must be packed");
+        copy.resize(read.size() * static_cast<size_t>(ids.bits / 8));
         backend_.read(copy.data(), ids.data, static_cast<int64_t>(copy.size()), stream);
         base = copy.data();
     }
@@ -178,8 +183,7 @@ bool Pool::ffn_on_device(const moepool_ids &ids, moepool_phase phase, const moep
                          moepool_dtype weights_dtype, float *out, void *stream) {
     if (device_ == MOEPOOL_CPU || ids.device != device_ || miss_ != MOEPOOL_MISS_STREAM ||
         is_prompt(ids.tokens, phase) || (ids.bits != 32 && ids.bits != 64) || !ids.data || ids.tokens < 1 ||
-        ids.k < 1 || ids.place_stride != ids.bits / 8 ||
-        (ids.tokens > 1 && ids.token_stride != ids.k * ids.place_stride))
+        ids.k < 1 || !packed(ids))
         return false;
     const std::lock_guard<std::mutex> lock(mutex_);
     DeviceSteps *steps = slots_->device_steps(policy_, admit_);
