@@ -421,7 +421,7 @@ class Call:
         _check_dtype(out, name, dtypes, f"{name}.astype(numpy.float32)")
         if shapes is not None:
             _check_shape(out, name, shapes, meaning)
-        return self._kept(_packed(out, name))
+        return self._kept(self._pack(out, name))
 
     def ids(self, array: Any) -> ArrayView:
         """Takes expert ids, (tokens, k) of int32 or int64 with any strides, or nested lists of integers."""
@@ -434,7 +434,7 @@ class Call:
         size = _ITEMSIZE[out.dtype]
         # The core reads any strides on the host, if all is aligned.
         if out.device != CPU or any(value % size for value in (out.address, *out.strides)):
-            out = _packed(out, "ids")
+            out = self._pack(out, "ids")
         return self._kept(out)
 
     def output(
@@ -503,6 +503,17 @@ class Call:
                 f"out is a {type(out).__name__}; for a pool on {device_name(self.device)} it must be a {kind}"
             )
         return taken
+
+    def _pack(self, array: ArrayView, name: str) -> ArrayView:
+        """The view itself if it is packed, else one of a packed copy."""
+        if array.packed:
+            return array
+        if array.device != CPU and handles.stream_capturing(self.device, self.stream):
+            raise ArgumentError(
+                f"{name} has strides {array.strides}; a CUDA graph would use a packed copy of it after that is "
+                "freed: pack it before the capture"
+            )
+        return _packed(array, name)
 
     def _kept(self, array: ArrayView) -> ArrayView:
         """Notes which stream the memory belongs to."""

@@ -65,10 +65,20 @@ class ExpertFFN:
     ) -> Any:
         """Computes the layer.
 
-        On CUDA, decode steps of up to 16 tokens whose ids are in device memory are taken by the device alone:
-        the host neither waits nor learns of the ids, and a CUDA graph can hold the call. That needs a pool
-        with miss="stream" and no open route, records that are all page-locked, and gate and up of one type.
-        Other steps give the same bytes with the help of the host.
+        With ids this is a whole step: the pool resolves them, the layer is computed, the lease ends. With a
+        route it is the layer alone. Both give the same bytes, and leave the same residency and stats.
+
+        On CUDA the device takes a step by itself if its ids are in device memory: nothing is copied to the
+        host, which neither waits nor learns of the ids, and a CUDA graph can hold the call and replay it with
+        new ids, activations and weights, hits or misses. That goes for decode steps of 1 to 16 tokens and up
+        to 512 places, of a pool with miss="stream" and no open route, whose records are all page-locked and
+        whose gate and up are of one type. Any other step is resolved with the help of the host, and is a
+        :class:`StateError` in a capture.
+
+        In a capture the arrays have to be packed. Keep them, and the pool, as long as the graph is replayed;
+        give `out` too, unless the library keeps what it allocates in a capture, as PyTorch does. Steps of a
+        pool run in the order of their calls, whatever their streams; replays are ordered with other uses of
+        the pool by the caller.
 
         Parameters
         ----------
@@ -100,7 +110,8 @@ class ExpertFFN:
         DtypeError, ArgumentError
             An array is of another dtype, shape, layout or device. The pool is as it was.
         StateError
-            The pool or the route is closed.
+            The pool or the route is closed, or the stream records a CUDA graph and the step needs the host.
+            The pool is as it was, and the capture goes on.
         """
         call, step, taken, weighted, target, y = self._take(
             x, ids, weights, out, phase, stream, by_device=True

@@ -13,11 +13,11 @@ namespace cuda {
 
 namespace {
 
-constexpr int kSinglePlaceWarps = 16;  // of gate/up for a single token,
-constexpr int kSingleDownWarps = 24;   // of down for a single token,
-constexpr int kTileWarps = 8;          // and of both for more
+constexpr int kSinglePlaceWarps = 16;    // of gate/up for a single token,
+constexpr int kSingleDownWarps = 24;     // of down for a single token,
+constexpr int kTileWarps = 8;            // and of both for more
 constexpr int kStaticShared = 20 << 10;  // more than any of the kernels has besides
-constexpr int kSubBatch = 2;           // places that a panel is multiplied with at once
+constexpr int kSubBatch = 2;             // places that a panel is multiplied with at once
 
 // Where a matrix lies in a record.
 struct Part {
@@ -191,37 +191,30 @@ __device__ __forceinline__ Looked look_up(const Step &step, int place) {
             slot < 0, false};
 }
 
-// The books of the step, and the hidden row of each place. A cluster computes 32 hidden columns of one place: its first
-// block gate's, its second up's; alone, a block computes both. Unit u is chunk u / matrices of the block's matrix u %
-// matrices; a warp takes units warp, warp + warps, ...
+// The books of the step, kept by the first block, and the hidden rows: a block computes 32 columns of one place. Unit u
+// is chunk u / 2 of gate (u even) or up; a warp takes units warp, warp + warps, ...
 template <class T>
-__global__ void __launch_bounds__(32 * kSinglePlaceWarps)
+__global__ void __launch_bounds__(32 * kSinglePlaceWarps, 2)
     gate_up_single(const Step step, const ResolveArguments arguments, const Part gate, const Part up, int stages) {
     extern __shared__ __align__(128) uint8_t memory[];
-    const Cluster cluster;
-    cluster.arrive();
     const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y;
     wait_for_kernels_in_front();
     let_the_next_kernel_start();
-    if (blockIdx.x < cluster.size) {  // the first cluster keeps the books, beside the others
-        if (cluster.rank == 0) resolve_block(step, arguments, memory);
-        return cluster.wait();
-    }
-    const unsigned job = blockIdx.x / cluster.size - 1;
+    if (blockIdx.x == 0) return resolve_block(step, arguments, memory);  // beside the others
+    const unsigned job = blockIdx.x - 1;
     const int place = static_cast<int>(job / gate.row_groups), group = static_cast<int>(job % gate.row_groups);
-    const int matrices = 2 / cluster.size, units = matrices * gate.chunks;
+    const int units = 2 * gate.chunks;
     const Shared shared(memory, warps, stages, kPanelBytes<T>, kStagedBytes<T>, 1);
     Panels panels(shared.panels + warp * stages * kPanelBytes<T>, shared.barriers + warp * stages, stages,
                   kPanelBytes<T>, lane);
     uint8_t *staged = shared.staged + warp * kStagedBytes<T>;
     const Looked looked = look_up(step, place);
-    if (!looked.record) return cluster.wait();
-    const auto matrix = [&](int unit) { return cluster.rank + unit % matrices; };
+    if (!looked.record) return;
     const auto offset = [&](int unit) {
-        return (matrix(unit) ? up.panels + group * up.row_group : gate.panels + group * gate.row_group) +
-               unit / matrices * kPanelBytes<T>;
+        return (unit % 2 ? up.panels + group * up.row_group : gate.panels + group * gate.row_group) +
+               unit / 2 * kPanelBytes<T>;
     };
-    const auto bytes = [&](int unit) { return chunk_bytes<T>(chunk_width(gate, unit / matrices)); };
+    const auto bytes = [&](int unit) { return chunk_bytes<T>(chunk_width(gate, unit / 2)); };
     for (int s = 0; s < stages; ++s)
         if (const int unit = warp + s * warps; unit < units) panels.fetch(looked.record + offset(unit), bytes(unit));
     if (warp == 0) shared.total[lane] = shared.total[32 + lane] = 0.0f;
@@ -231,13 +224,13 @@ __global__ void __launch_bounds__(32 * kSinglePlaceWarps)
         while (!resolved)
             asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(resolved) : "l"(step.tables.resolved) : "memory");
         fill = step.tables.tiles[place].fill;
-        if (fill && group == 0 && cluster.rank == 0) copy_tail(step.residents, {looked.record, fill, 0, 0});
+        if (fill && group == 0) copy_tail(step.residents, {looked.record, fill, 0, 0});
     }
     for (int first = 0; first < units; first += warps) {
         const int unit = first + warp;
         if (unit < units) {
-            const int width = chunk_width(gate, unit / matrices);
-            stage_input<T>(staged, step, place, gate, unit / matrices, lane);
+            const int width = chunk_width(gate, unit / 2);
+            stage_input<T>(staged, step, place, gate, unit / 2, lane);
             __syncwarp();
             const uint8_t *panel = panels.take();
             if (fill) panels.copy_out(panel, fill + offset(unit), bytes(unit));
@@ -248,38 +241,27 @@ __global__ void __launch_bounds__(32 * kSinglePlaceWarps)
             if (next < units) panels.fetch(looked.record + offset(next), bytes(next));
         }
         __syncthreads();
-        for (int m = warp; m < matrices; m += warps) {
+        for (int m = warp; m < 2; m += warps) {
             float *at = shared.total + m * 32 + lane, total = *at;
-            for (int w = (m + matrices - first % matrices) % matrices; w < min(warps, units - first); w += matrices)
+            for (int w = (m + first) % 2; w < min(warps, units - first); w += 2)
                 total = __fadd_rn(total, shared.partial[w * 32 + lane]);
             *at = total;
         }
         __syncthreads();
     }
-    cluster.wait();
-    // A second block's only matrix is up, the second total of the first.
-    if (cluster.rank > 0 && warp == 0) cluster.send_to_first(shared.total + 32 + lane, shared.total[lane]);
-    cluster.arrive();
-    if (cluster.rank > 0) return cluster.wait();
-    cluster.wait();
-    __syncthreads();
     if (warp == 0)
         write_hidden(step, gate, up, looked.record, place, group, shared.total[lane], shared.total[32 + lane]);
 }
 
-// A cluster computes 32 outputs: of every place, then their weighted sum. Its blocks take turns with the places. Unit u
-// is chunk u % chunks of the block's place u / chunks.
+// A block computes 32 outputs: of every place, then their weighted sum. Unit u is chunk u % chunks of place u / chunks.
 template <class T>
 __global__ void __launch_bounds__(32 * kSingleDownWarps) down_single(const Step step, const Part down, int stages) {
     extern __shared__ __align__(128) uint8_t memory[];
     __shared__ Looked looked[kMostDecodePlaces];
     __shared__ float weights[kMostDecodePlaces];
-    const Cluster cluster;
-    cluster.arrive();
     const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y, k = step.k;
-    const int group = blockIdx.x / cluster.size;
+    const int group = blockIdx.x, units = k * down.chunks;
     const int64_t r = int64_t{group} * kPanelRows + lane;
-    const int places = (k - cluster.rank + cluster.size - 1) / cluster.size, units = places * down.chunks;
     const Shared shared(memory, warps, stages, kPanelBytes<T>, kStagedBytes<T>, 1);
     Panels panels(shared.panels + warp * stages * kPanelBytes<T>, shared.barriers + warp * stages, stages,
                   kPanelBytes<T>, lane);
@@ -288,14 +270,14 @@ __global__ void __launch_bounds__(32 * kSingleDownWarps) down_single(const Step 
         looked[j] = look_up(step, j);
         weights[j] = widen(step.weights, step.weights_dtype, j);
     }
+    for (int j = warp; j < k; j += warps) shared.total[j * 32 + lane] = 0.0f;
     __syncthreads();
-    const auto place = [&](int unit) { return cluster.rank + unit / down.chunks * cluster.size; };
     const auto offset = [&](int unit) {
         return down.panels + group * down.row_group + unit % down.chunks * kPanelBytes<T>;
     };
     const auto bytes = [&](int unit) { return chunk_bytes<T>(chunk_width(down, unit % down.chunks)); };
     const auto fetch = [&](int unit) {
-        if (const uint8_t *record = looked[place(unit)].record) panels.fetch(record + offset(unit), bytes(unit));
+        if (const uint8_t *record = looked[unit / down.chunks].record) panels.fetch(record + offset(unit), bytes(unit));
     };
     // The weights are asked for while gate/up is still at work.
     for (int s = 0; s < stages; ++s)
@@ -305,43 +287,35 @@ __global__ void __launch_bounds__(32 * kSingleDownWarps) down_single(const Step 
     const int commit_count = __ldcg(step.tables.commit_count);
     if (blockIdx.x == 0 && warp == 0 && lane == 0) *step.tables.resolved = 0;
 
-    cluster.wait();
     for (int first = 0; first < units; first += warps) {
         const int unit = first + warp;
         if (unit < units) {
-            const Looked &here = looked[place(unit)];
-            if (here.record) {
-                uint8_t *fill = here.missing ? step.tables.tiles[place(unit)].fill : nullptr;
-                stage_hidden<T>(staged, step, place(unit), down, unit % down.chunks, lane);
+            const int place = unit / down.chunks, chunk = unit % down.chunks;
+            if (looked[place].record) {
+                uint8_t *fill = looked[place].missing ? step.tables.tiles[place].fill : nullptr;
+                stage_hidden<T>(staged, step, place, down, chunk, lane);
                 __syncwarp();
                 const uint8_t *panel = panels.take();
                 if (fill) panels.copy_out(panel, fill + offset(unit), bytes(unit));
-                multiply_panel<T, 1>(panel, chunk_width(down, unit % down.chunks), staged, lane,
-                                     shared.partial + warp * 32 + lane);
+                multiply_panel<T, 1>(panel, chunk_width(down, chunk), staged, lane, shared.partial + warp * 32 + lane);
                 if (fill) panels.finish_stores();
                 __syncwarp();
             }
             if (unit + warps * stages < units) fetch(unit + warps * stages);
         }
         __syncthreads();
-        // A place's chunks in their order; it is done when its last one is in this round.
+        // Each place's chunks of this round, in their order.
         const int round = min(warps, units - first);
-        for (int i = warp; i < places; i += warps) {
-            const int from = max(0, i * down.chunks - first), to = min(round, (i + 1) * down.chunks - first);
-            if (from >= to || !looked[place(i * down.chunks)].record) continue;
-            float *at = shared.total + place(i * down.chunks) * 32 + lane;
-            float total = first + from > i * down.chunks ? *at : 0.0f;
-            for (int w = from; w < to; ++w) total = __fadd_rn(total, shared.partial[w * 32 + lane]);
-            if (first + to < (i + 1) * down.chunks)
-                *at = total;
-            else
-                cluster.send_to_first(at, total);
+        for (int j = warp; j < k; j += warps) {
+            if (!looked[j].record) continue;
+            float total = shared.total[j * 32 + lane];
+            for (int w = max(0, j * down.chunks - first); w < min(round, (j + 1) * down.chunks - first); ++w)
+                total = __fadd_rn(total, shared.partial[w * 32 + lane]);
+            shared.total[j * 32 + lane] = total;
         }
         __syncthreads();
     }
-    cluster.arrive();
-    cluster.wait();
-    if (cluster.rank == 0 && warp == 0 && r < down.rows) {
+    if (warp == 0 && r < down.rows) {
         float y = 0.0f;
         for (int j = 0; j < k; ++j) {
             if (!looked[j].record && !looked[j].invalid) continue;
@@ -544,43 +518,34 @@ DecodeConfig configure(int units, int most_warps, int budget, int staged_rows, i
 
 dim3 threads(const DecodeConfig &c) { return dim3(32, static_cast<unsigned>(c.warps)); }
 
-// Two blocks a job spread a single token's few jobs over the multiprocessors.
-unsigned cluster_of_single() { return overlaps_kernels() ? 2 : 1; }
-
 template <class T>
 void launch_gate_up(const Part &gate, const Part &up, const Step &step, const ResolveArguments &arguments,
                     cudaStream_t stream) {
     const auto jobs = static_cast<unsigned>(step.most_tiles * gate.row_groups);
     if (step.tokens == 1) {
-        const unsigned cluster = cluster_of_single();
-        const DecodeConfig c = configure<T>(2 / static_cast<int>(cluster) * gate.chunks, kSinglePlaceWarps,
-                                            kSingleBudget / static_cast<int>(cluster), 1, 1, 2);
+        const DecodeConfig c = configure<T>(2 * gate.chunks, kSinglePlaceWarps, kSingleBudget, 1, 1, 2);
         const int shared = std::max(c.shared_bytes, resolve_shared_bytes(step.residents.experts, arguments.slots));
-        launch(gate_up_single<T>, (1 + jobs) * cluster, threads(c), shared, cluster, stream, step, arguments, gate, up,
-               c.stages);
+        launch(gate_up_single<T>, 1 + jobs, threads(c), shared, stream, step, arguments, gate, up, c.stages);
     } else {
         const DecodeConfig c =
             configure<T>(2 * gate.chunks, kTileWarps, kTileBudget, kSubBatch, kMostDecodeTokens, 2 * kMostDecodeTokens);
-        launch(gate_up_tiles<T>, jobs, threads(c), c.shared_bytes, 1, stream, step, gate, up, c.stages);
+        launch(gate_up_tiles<T>, jobs, threads(c), c.shared_bytes, stream, step, gate, up, c.stages);
     }
 }
 
 template <class T>
 void launch_down(const Part &down, const Step &step, cudaStream_t stream) {
     if (step.tokens == 1) {
-        const unsigned cluster = step.k > 1 ? cluster_of_single() : 1;
-        const int places = (step.k + static_cast<int>(cluster) - 1) / static_cast<int>(cluster);
-        const DecodeConfig c = configure<T>(places * down.chunks, kSingleDownWarps,
-                                            kSingleBudget / static_cast<int>(cluster), 1, 1, step.k);
-        launch(down_single<T>, static_cast<unsigned>(down.row_groups) * cluster, threads(c), c.shared_bytes, cluster,
-               stream, step, down, c.stages);
+        const DecodeConfig c = configure<T>(step.k * down.chunks, kSingleDownWarps, kSingleBudget, 1, 1, step.k);
+        launch(down_single<T>, static_cast<unsigned>(down.row_groups), threads(c), c.shared_bytes, stream, step, down,
+               c.stages);
         return;
     }
     const DecodeConfig c =
         configure<T>(down.chunks, kTileWarps, kTileBudget, kSubBatch, kMostDecodeTokens, kMostDecodeTokens);
-    launch(down_tiles<T>, static_cast<unsigned>(step.most_tiles * down.row_groups), threads(c), c.shared_bytes, 1,
-           stream, step, down, c.stages);
-    launch(combine_tiles, static_cast<unsigned>((step.tokens * down.rows + 255) / 256), dim3(256), 0, 1, stream, step,
+    launch(down_tiles<T>, static_cast<unsigned>(step.most_tiles * down.row_groups), threads(c), c.shared_bytes, stream,
+           step, down, c.stages);
+    launch(combine_tiles, static_cast<unsigned>((step.tokens * down.rows + 255) / 256), dim3(256), 0, stream, step,
            down.rows);
 }
 

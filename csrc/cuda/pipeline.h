@@ -32,41 +32,6 @@ __device__ __forceinline__ uint32_t shared_address(const void *p) {
     return static_cast<uint32_t>(__cvta_generic_to_shared(p));
 }
 
-// The blocks of a cluster share a job; where there are no clusters, a block is one of one.
-struct Cluster {
-    int rank = 0, size = 1;
-    __device__ Cluster() {
-#if __CUDA_ARCH__ >= 900
-        asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
-        asm volatile("mov.u32 %0, %%cluster_nctarank;" : "=r"(size));
-#endif
-    }
-    // Arrives at the cluster's barrier, all threads of the block; what they wrote before can be seen behind wait.
-    __device__ void arrive() const {
-#if __CUDA_ARCH__ >= 900
-        if (size > 1) asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
-#endif
-    }
-    __device__ void wait() const {
-#if __CUDA_ARCH__ >= 900
-        if (size > 1) asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
-#endif
-    }
-    // Writes to the same place in the first block's shared memory. That block must have arrived once, or it may not run
-    // yet.
-    __device__ void send_to_first(float *target, float value) const {
-#if __CUDA_ARCH__ >= 900
-        if (size > 1) {
-            uint32_t address;
-            asm volatile("mapa.shared::cluster.u32 %0, %1, 0;" : "=r"(address) : "r"(shared_address(target)));
-            asm volatile("st.shared::cluster.f32 [%0], %1;" ::"r"(address), "f"(value) : "memory");
-            return;
-        }
-#endif
-        *target = value;
-    }
-};
-
 // One warp's buffers: `stages` panels in flight. All lanes call every function.
 class Panels {
   public:

@@ -47,7 +47,7 @@ void resolve(const Step &step, const ResolveArguments &a, cudaStream_t stream) {
     const int64_t helpers =
         std::min<int64_t>(kActivationBlocks, (a.row_elements / kBlockColumns + kWarps - 1) / kWarps);
     launch(resolve_kernel, static_cast<unsigned>(1 + helpers), dim3(kThreads),
-           resolve_shared_bytes(step.residents.experts, a.slots), 1, stream, step, a);
+           resolve_shared_bytes(step.residents.experts, a.slots), stream, step, a);
 }
 
 }  // namespace cuda
