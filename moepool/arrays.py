@@ -510,7 +510,7 @@ class Call:
             return array
         if array.device != CPU and handles.stream_capturing(self.device, self.stream):
             raise ArgumentError(
-                f"{name} has strides {array.strides}; a CUDA graph would use a packed copy of it after that is "
+                f"{name} has strides {array.strides}; a CUDA graph would use a packed copy after that is "
                 "freed: pack it before the capture"
             )
         return _packed(array, name)

@@ -427,8 +427,8 @@ def test_a_graph_outlives_larger_steps_of_its_pool(cupy: Any, layer: moepool.Lay
                 ffn(*given)
                 on_cpu(x, np.zeros((tokens, k), np.int64), weights)
             graph = recorded(stream, partial(ffn, *given, out=y))
-            graphs.append((graph, x, given[1], weights, y))
-            for round_, (replayed, rows, ids, router, result) in enumerate(graphs * 2):
+            graphs.append((graph, x, given, weights, y))
+            for round_, (replayed, rows, (_, ids, _), router, result) in enumerate(graphs * 2):
                 drawn = cases.expert_ids("repeats", *ids.shape, EXPERTS, tokens, round_).astype(np.int64)
                 ids.set(drawn)
                 replayed.launch(stream)
@@ -496,6 +496,23 @@ def test_steps_that_need_the_host_are_refused_and_the_capture_goes_on(
     leased_route.release()
     for of in {id(of): of for of, *_ in calls}.values():
         of.close()
+
+
+def test_one_row_or_column_of_something_larger_is_packed(cupy: Any, layer: moepool.Layer) -> None:
+    """Whatever the strides of a dimension of one element are: it can be recorded."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    x, ids, weights = SMALL.x(4), cases.expert_ids("plain", 4, 4, EXPERTS), cases.router_weights(4, 4)
+    with stream, few_slots(), moepool.Pool(layer, 3, device=DEVICE) as pool, moepool.Pool(layer, 3) as law:
+        ffn, on_cpu = moepool.ExpertFFN(pool), moepool.ExpertFFN(law)
+        whole = [cupy.asarray(array) for array in (x, ids.astype(np.int64), weights)]
+        y = cupy.empty((1, 256), cupy.float32)
+        for rows, columns in ((slice(1, 2), slice(2, 3)), (slice(3, None, 3), slice(1, 3))):
+            given = (whole[0][rows], whole[1][rows, columns], whole[2][rows, columns])
+            graph = recorded(stream, partial(ffn, *given, out=y))
+            graph.launch(stream)
+            right = on_cpu(x[rows], ids[rows, columns], weights[rows, columns])
+            assert_same(get(y), right, f"rows {rows}, places {columns}")
+        assert_in_step(pool, law, "the end")
 
 
 def test_ids_out_of_range_in_a_replay(cupy: Any, layer: moepool.Layer) -> None:

@@ -1,0 +1,146 @@
+"""The measurements: their options, traces and reports, and a small one on the CPU. No time is asserted."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+from click.testing import CliRunner, Result
+
+import moepool
+from bench import cpu, measure, workload
+from bench.run import main
+from tests.programs import run as run_program
+
+RUN = Path(__file__).parents[1] / "bench" / "run.py"
+SMALL = ["--shape", "256,256,8,2", "--layers", "2", "--seconds", "0"]
+
+
+def run(*arguments: str | Path, code: int = 0) -> Result:
+    result = CliRunner().invoke(main, [str(a) for a in arguments])
+    assert result.exit_code == code, f"{result.output}\n{result.exception!r}"
+    return result
+
+
+def test_it_starts_as_a_program_from_anywhere(tmp_path: Path) -> None:
+    printed = run_program(sys.executable, RUN, "--help", cwd=tmp_path)
+    for mode in ("decode", "resolve", "stream", "cpu"):
+        assert mode in printed
+        assert "--json" in run(mode, "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["cpu", "--types", "q4_k,q9"], "'q9' is not one of"),
+        (["cpu", "--types", "f32"], "'f32' is not one of"),
+        (["cpu", "--tokens", "1,0"], "0 is not in the range"),
+        (["cpu", "--tokens", "one"], "'one' is not a valid integer"),
+        (["decode", "--tokens", "17"], "17 is not in the range"),
+        (["decode", "--hits", "1.5"], "1.5 is not in the range"),
+        (["cpu", "--shape", "256,256,8"], "the first two must be multiples of 256"),
+        (["cpu", "--shape", "256,255,8,2"], "the first two must be multiples of 256"),
+        (["cpu", "--shape", "256,256,8,9"], "K at most EXPERTS"),
+    ],
+)
+def test_options_that_are_refused(arguments: list[str], message: str) -> None:
+    assert message in " ".join(run(*arguments, code=2).output.split())
+
+
+def test_a_small_measurement_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "READ_BYTES", 1 << 20)
+    path = tmp_path / "report.json"
+    printed = run("cpu", "--types", "q4_k,q8_0", "--tokens", "1,3", *SMALL, "--json", path).stdout
+    assert "host memory: " in printed
+    assert [line.split()[:2] for line in printed.splitlines()[-4:]] == [
+        [qtype, tokens] for qtype in ("q4_k", "q8_0") for tokens in ("1", "3")
+    ]
+    report = json.loads(path.read_text())
+    assert report["bench"] == "cpu" and report["machine"]["moepool"] == moepool.__version__
+    assert report["ceilings"]["host memory"] > 0 and len(report["rows"]) == 4
+    record = 3 * 256 * 256 // 256 * 144  # of q4_k, without padding
+    for row in report["rows"][:2]:
+        assert 1.5 <= row["megabytes"] * 1e6 / record <= row["tokens"] * 2 + 0.5
+        assert row["low_us"] <= row["us"] <= row["high_us"] and row["samples"] >= 4
+        assert row["rate"] == pytest.approx(row["megabytes"] / row["us"] * 1e3)
+
+
+def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "READ_BYTES", 1 << 20)
+    real = workload.portable
+
+    def nearly(*arguments: object) -> workload.F32:
+        right = real(*arguments)  # type: ignore[arg-type]
+        right[0, 7] = np.nextafter(right[0, 7], np.float32(0))
+        return right
+
+    monkeypatch.setattr(cpu, "portable", nearly)
+    result = run("cpu", "--types", "q4_k", "--tokens", "1", *SMALL, code=1)
+    assert "1 of 256 outputs differ from the portable kernel's" in result.output
+
+
+def test_medians_and_spreads() -> None:
+    values = iter(float(i) for i in range(1, 12))
+    timing = measure.repeated(lambda: next(values), seconds=0, least=11)
+    assert (timing.low, timing.median, timing.high, timing.samples) == (2, 6, 10, 11)
+    assert timing.over(2).row() == {"us": 3.0, "low_us": 1.0, "high_us": 5.0, "samples": 11}
+    assert measure.gigabytes_a_second(4640e3, 1.0) == 4640
+
+
+# ----------------------------------------------------------------------------------------------------- traces
+
+
+def test_random_traces_name_distinct_experts() -> None:
+    trace = workload.random_trace(5, 3, 2, 4, 16)
+    assert trace.shape == (5, 3, 2, 4) and trace.dtype == np.int32
+    assert all(len(set(token)) == 4 for token in trace.reshape(-1, 4).tolist())
+    assert trace.min() >= 0 and trace.max() < 16
+    assert 4 < workload.distinct(trace) <= 8
+    assert (trace == workload.random_trace(5, 3, 2, 4, 16)).all()
+
+
+def replayed(trace: workload.I32, experts: int, slots: int) -> list[tuple[int, int]]:
+    """Hits and misses of every step of a trace's first layer, the second time round."""
+    counts: list[tuple[int, int]] = []
+    with workload.quiet(), moepool.Pool(workload.law_layer(experts), slots) as pool:
+        for _ in range(2):
+            counts = []
+            for ids in trace[:, 0]:
+                with pool.resolve(ids, phase="decode") as route:
+                    assert not route.bypass
+                    counts.append((route.hits, route.misses))
+    return counts
+
+
+@pytest.mark.parametrize(("experts", "slots", "k"), [(128, 64, 8), (512, 128, 10)])
+@pytest.mark.parametrize("tokens", [1, 4, 8])
+def test_so_many_experts_are_missing_in_every_step(tokens: int, experts: int, slots: int, k: int) -> None:
+    trace = workload.missing_trace(2, tokens, k, experts, slots, 3)
+    assert trace is not None and trace.shape[1:] == (2, tokens, k)
+    counts = replayed(trace, experts, slots)
+    assert {misses for _, misses in counts} == {3 * tokens}
+    if tokens == 1:
+        assert {hits for hits, _ in counts} == {k - 3}
+
+
+def test_too_few_slots_for_missing_experts() -> None:
+    assert workload.missing_trace(2, 16, 8, 128, 64, 3) is None
+
+
+def test_a_ring_of_experts_is_never_resident() -> None:
+    trace = workload.ring_trace(3, 2, 8, 32)
+    assert trace.shape == (4, 3, 2, 8)
+    steps = trace.reshape(-1, 1, 2, 8)  # the layers are calls of one pool
+    assert set(replayed(steps, 32, 8)) == {(0, 8)}
+
+
+def test_slots_are_chosen_for_a_hit_rate() -> None:
+    trace = workload.random_trace(32, 1, 1, 4, 32)
+    for rate in (0.9, 0.5):
+        slots = workload.slots_for(trace, 32, rate)
+        hits, misses = np.sum(replayed(trace, 32, slots), axis=0)
+        assert abs(hits / (hits + misses) - rate) < 0.08
+    assert workload.hit_rate(trace, 32, 32) == 1
