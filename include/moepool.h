@@ -249,6 +249,8 @@ MOEPOOL_API void moepool_pool_config_init(moepool_pool_config *config);
 MOEPOOL_API moepool_status moepool_pool_create(const moepool_store *store, const moepool_pool_config *config,
                                                moepool_pool **pool);
 MOEPOOL_API void moepool_pool_destroy(moepool_pool *pool);
+/* Of a pool that takes steps on its device this and moepool_pool_tables wait for the device; MOEPOOL_ERROR_STATE while
+ * one of the device's streams is being captured. */
 MOEPOOL_API moepool_status moepool_pool_get_stats(const moepool_pool *pool, moepool_pool_stats *stats);
 
 /* The remap tables: slot_of[experts] holds an expert's slot or -1 (hot), expert_in[slots] a slot's expert or -1. Either

@@ -79,6 +79,8 @@ void learn(int device) {
 void check(cudaError_t status, const char *what) {
     if (status == cudaSuccess) return;
     cudaGetLastError();
+    if (status == cudaErrorStreamCaptureUnsupported || status == cudaErrorStreamCaptureImplicit)
+        fail(MOEPOOL_ERROR_STATE, "CUDA: %s is not possible while a stream of the device is captured in a graph", what);
     fail(status == cudaErrorMemoryAllocation ? MOEPOOL_ERROR_OUT_OF_MEMORY : MOEPOOL_ERROR_CUDA, "CUDA: %s: %s (%s)",
          what, cudaGetErrorString(status), cudaGetErrorName(status));
 }

@@ -230,7 +230,9 @@ class StoreHandle(Handle):
 
     def set_scale(self, layer: int, matrix: int, expert: int, scale: npt.NDArray[np.float32]) -> None:
         check(
-            lib.moepool_store_set_scale(self.pointer, layer, matrix, expert, ffi.from_buffer("float[]", scale))
+            lib.moepool_store_set_scale(
+                self.pointer, layer, matrix, expert, ffi.from_buffer("float[]", scale)
+            )
         )
 
     def seal(self) -> None:
