@@ -60,6 +60,9 @@ moepool_status guarded(Body &&body) noexcept {
     } catch (const std::exception &error) {
         moepool::set_last_error(error.what());
         return MOEPOOL_ERROR_INTERNAL;
+    } catch (...) {
+        moepool::set_last_error("an exception of an unknown kind");
+        return MOEPOOL_ERROR_INTERNAL;
     }
 }
 
@@ -95,6 +98,10 @@ void with_cuda(const Call &call) {
     (void)call;
     fail(MOEPOOL_ERROR_UNSUPPORTED, "this build of moepool has no CUDA");
 #endif
+}
+
+void check_count(int64_t count) {
+    if (count < 0) fail(MOEPOOL_ERROR_ARGUMENT, "a count of %lld", static_cast<long long>(count));
 }
 
 void check_rows(const moepool_rows *x, const moepool::Route &route) {
@@ -178,7 +185,11 @@ moepool_status moepool_set_threads(int32_t threads) {
     return guarded([&] { moepool::set_threads(threads); });
 }
 
-int32_t moepool_get_threads(void) { return moepool::get_threads(); }
+int32_t moepool_get_threads(void) {
+    int32_t threads = 1;  // of a process that may not start any
+    guarded([&] { threads = moepool::get_threads(); });
+    return threads;
+}
 
 // --------------------------------------------------------------------------------------------------------------- CUDA
 
@@ -388,7 +399,9 @@ moepool_status moepool_swiglu(int32_t device, int64_t count, const float *gate, 
         check_data(gate, count, "gate");
         check_data(up, count, "up");
         check_data(out, count, "out");
-        if (count > 0) moepool::backend(device).swiglu(count, gate, up, out, stream);
+        check_count(count);
+        const moepool::Backend &backend = moepool::backend(device);
+        if (count > 0) backend.swiglu(count, gate, up, out, stream);
     });
 }
 
@@ -397,7 +410,9 @@ moepool_status moepool_add(int32_t device, int64_t count, const float *a, const 
         check_data(a, count, "a");
         check_data(b, count, "b");
         check_data(out, count, "out");
-        if (count > 0) moepool::backend(device).add(count, a, b, out, stream);
+        check_count(count);
+        const moepool::Backend &backend = moepool::backend(device);
+        if (count > 0) backend.add(count, a, b, out, stream);
     });
 }
 

@@ -4,18 +4,19 @@
  * is also what the Python binding is generated from, so it stays free of macros that expand to code.
  *
  * CONVENTIONS
- *   Errors.     Every function that can fail returns a moepool_status. On failure nothing was changed, output
- *               parameters are untouched, and moepool_last_error() gives the message of this thread.
- *   Handles.    moepool_store, moepool_pool and moepool_route are opaque and owned by the caller, who releases each
- *               once with its ..._destroy / ..._release function; NULL is accepted there and does nothing. A pool
- *               keeps its store's memory alive and a route its pool's, so handles may be released in any order.
- *   Threads.    Functions on different handles may run at once. A sealed store may be used by any number of threads.
- *               A pool may be used by any number of threads: resolve is serialised inside, kernels run in parallel.
- *               A route is used by one thread at a time.
- *   Devices.    MOEPOOL_CPU (-1) or a CUDA device index. Pointers to rows, weights and outputs are host pointers for
- *               the CPU and device pointers of that device otherwise. `stream` is a cudaStream_t (NULL: the default
- *               stream), ignored on the CPU. CPU calls return when the result is there; CUDA calls when it is queued.
- *   Arithmetic. docs/numerics.md. The bits of a result depend on weights, activations, ids and router weights alone.
+ *   Errors.     Every function that can fail returns a moepool_status, and moepool_last_error() gives the message of
+ * this thread. Arguments are checked before anything is changed; output parameters are untouched on failure. A resolve
+ * whose copy to the device fails may have evicted experts: the pool stays consistent and usable. Handles.
+ * moepool_store, moepool_pool and moepool_route are opaque and owned by the caller, who releases each once with its
+ * ..._destroy / ..._release function; NULL is accepted there and does nothing. A pool keeps its store's memory alive
+ * and a route its pool's, so handles may be released in any order. Threads.    Functions on different handles may run
+ * at once. A sealed store may be used by any number of threads. A pool may be used by any number of threads: resolve is
+ * serialised inside, kernels run in parallel. A route is used by one thread at a time. Devices.    MOEPOOL_CPU (-1) or
+ * a CUDA device index. Pointers to rows, weights and outputs are host pointers for the CPU and device pointers of that
+ * device otherwise. `stream` is a cudaStream_t (NULL: the default stream), ignored on the CPU. CPU calls return when
+ * the result is there; CUDA calls when it is queued: rows, weights, ids and outputs must live until the stream has
+ * passed the work. A route may be released at once. Arithmetic. docs/numerics.md. The bits of a result depend on
+ * weights, activations, ids and router weights alone.
  *
  * THE ID CONTRACT
  *   ids is (tokens, k): for each token (row) and place (column) the number of an expert of the layer.
@@ -96,7 +97,8 @@ MOEPOOL_API moepool_status moepool_cpu_select(const char *name);
 MOEPOOL_API const char *moepool_cpu_selected(void);
 
 /* Threads that later calls use, the caller included. 0 restores the default: the CPUs this process may use, by
- * affinity and cgroup limit. Waits for calls under way. */
+ * affinity and cgroup limit. Calls under way finish on the threads they
+ * began with. */
 MOEPOOL_API moepool_status moepool_set_threads(int32_t threads);
 MOEPOOL_API int32_t moepool_get_threads(void);
 
@@ -192,22 +194,25 @@ typedef struct moepool_pool moepool_pool;
 
 enum { MOEPOOL_CPU = -1 };
 
-typedef enum moepool_policy {
+typedef int32_t moepool_policy;
+enum {
     MOEPOOL_POLICY_LRU = 0,   /* evicts the expert used longest ago */
     MOEPOOL_POLICY_STATIC = 1 /* holds the experts given at creation and no others */
-} moepool_policy;
+};
 
 /* Who computes an expert that is wanted and not resident. Which experts become resident does not depend on it. */
-typedef enum moepool_miss {
+typedef int32_t moepool_miss;
+enum {
     MOEPOOL_MISS_STREAM = 0, /* the device: from the slot just filled, or, if it got none, read in place */
     MOEPOOL_MISS_HOST = 1    /* the CPU, where the record lies; a slot it was given is filled for later steps */
-} moepool_miss;
+};
 
-typedef enum moepool_phase {
+typedef int32_t moepool_phase;
+enum {
     MOEPOOL_PHASE_AUTO = 0, /* a prompt if it has more than prompt_tokens tokens */
     MOEPOOL_PHASE_DECODE = 1,
     MOEPOOL_PHASE_PROMPT = 2 /* bypasses: admits, evicts and stamps nothing */
-} moepool_phase;
+};
 
 typedef struct moepool_pool_config {
     int32_t layer;
@@ -297,11 +302,13 @@ MOEPOOL_API moepool_status moepool_route_tables(const moepool_route *route, int3
 
 /* --------------------------------------------------------------------------------------------------------- the ops */
 
-typedef enum moepool_dtype { MOEPOOL_F32 = 0, MOEPOOL_F16 = 1, MOEPOOL_BF16 = 2 } moepool_dtype;
+typedef int32_t moepool_dtype;
+enum { MOEPOOL_F32 = 0, MOEPOOL_F16 = 1, MOEPOOL_BF16 = 2 };
 
 /* Which places an op computes; the others' rows are +0.0. HOT and COLD partition the places that are not skipped, as
  * moepool_route_tables says. */
-typedef enum moepool_half { MOEPOOL_ALL = 0, MOEPOOL_HOT = 1, MOEPOOL_COLD = 2 } moepool_half;
+typedef int32_t moepool_half;
+enum { MOEPOOL_ALL = 0, MOEPOOL_HOT = 1, MOEPOOL_COLD = 2 };
 
 /* Activation rows, packed: (tokens, columns), or (tokens, k, columns) if per_place. */
 typedef struct moepool_rows {
@@ -314,9 +321,9 @@ typedef struct moepool_rows {
 MOEPOOL_API moepool_status moepool_matmul_id(const moepool_route *route, int32_t matrix, moepool_half half,
                                              const moepool_rows *x, float *out, void *stream);
 
-/* The whole layer: gate, up, swiglu, down, combine. x is (tokens, columns of gate), weights (tokens, k), out (tokens,
- * rows of down) float32. The pool's layer must have three matrices (gate, up, down). The same bytes as the ops one by
- * one. out may not overlap x or weights. */
+/* The whole layer: gate, up, swiglu, down, combine. x is (tokens, columns of gate), or per place, weights (tokens, k),
+ * out (tokens, rows of down) float32. The pool's layer must have three matrices (gate, up, down). The same bytes as the
+ * ops one by one. out may not overlap x or weights. */
 MOEPOOL_API moepool_status moepool_ffn(const moepool_route *route, const moepool_rows *x, const void *weights,
                                        moepool_dtype weights_dtype, float *out, void *stream);
 

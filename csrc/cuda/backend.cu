@@ -23,8 +23,6 @@ cudaStream_t stream_of(void *stream) { return static_cast<cudaStream_t>(stream);
 
 size_t element_bytes(moepool_dtype dtype) { return dtype == MOEPOOL_F32 ? 4 : 2; }
 
-bool is_quantised(const Matrix &m) { return m.type().block > 1; }
-
 // Activation rows in device memory, widened and quantised as the matrices need.
 class Rows {
   public:
@@ -63,7 +61,15 @@ class Op {
     }
     CudaRoute &route() const { return route_; }
     cudaStream_t stream() const { return stream_; }
-    void end() { route_.end(stream_); }
+    // Also of an op that fails half way: what it has launched reads the route and its slots.
+    ~Op() {
+        try {
+            route_.end(stream_);
+        } catch (...) {  // the device is lost
+        }
+    }
+    Op(const Op &) = delete;
+    Op &operator=(const Op &) = delete;
 
   private:
     const OnDevice on_;
@@ -110,12 +116,12 @@ class CudaBackend : public Backend {
         const Matrix &m = route.pool().layer().matrices()[static_cast<size_t>(matrix)];
         const std::vector<Route::Group> cold = cold_groups(route, half);
         if (!cold.empty()) require_host(stream, "a miss");
-        Op op(route, stream);
+        const Op op(route, stream);
         const int64_t per_row = x.per_place ? 1 : route.k();
         HostHalf host(route, x, m.columns, m.rows, !cold.empty() && on_host(route), op.stream());
         cuda::clear(route.places(), m.rows, op.route().ids(), out, op.stream());
         {
-            const Rows rows(x.data, x.dtype, route.places() / per_row, m.columns, !is_quantised(m), is_quantised(m),
+            const Rows rows(x.data, x.dtype, route.places() / per_row, m.columns, !m.quantised(), m.quantised(),
                             per_row, op.stream());
             const auto run = [&](const Tiles &tiles) {
                 multiply(m, tiles.data.get(), tiles.count, tiles.largest, op.route().order(), rows.view(), out,
@@ -128,7 +134,6 @@ class CudaBackend : public Backend {
         host.join(out, [&](const moepool_rows &rows, float *cold_rows) {
             cpu_backend().matmul_id(route, matrix, MOEPOOL_COLD, rows, cold_rows, nullptr);
         });
-        op.end();
     }
 
     void ffn(const Route &route, const moepool_rows &x, const void *weights, moepool_dtype weights_dtype, float *out,
@@ -137,7 +142,7 @@ class CudaBackend : public Backend {
         const Matrix &gate = matrices[0], &up = matrices[1], &down = matrices[2];
         const std::vector<Route::Group> cold = cold_groups(route, MOEPOOL_ALL);
         if (!cold.empty()) require_host(stream, "a miss");
-        Op op(route, stream);
+        const Op op(route, stream);
         const cudaStream_t s = op.stream();
         const int64_t places = route.places(), per_row = x.per_place ? 1 : route.k();
         HostHalf host(route, x, gate.columns, down.rows, !cold.empty() && on_host(route), s);
@@ -149,8 +154,8 @@ class CudaBackend : public Backend {
         cuda::clear(places, gate.rows, op.route().ids(), g.get(), s);
         cuda::clear(places, up.rows, op.route().ids(), u.get(), s);
         {
-            const Rows rows(x.data, x.dtype, places / per_row, gate.columns, !is_quantised(gate) || !is_quantised(up),
-                            is_quantised(gate) || is_quantised(up), per_row, s);
+            const Rows rows(x.data, x.dtype, places / per_row, gate.columns, !gate.quantised() || !up.quantised(),
+                            gate.quantised() || up.quantised(), per_row, s);
             const auto both = [&](const Tiles &tiles) {
                 run(gate, tiles, rows, g.get());
                 run(up, tiles, rows, u.get());
@@ -161,8 +166,7 @@ class CudaBackend : public Backend {
         cuda::swiglu(places * gate.rows, g.get(), u.get(), g.get(), s);
         cuda::clear(places, down.rows, op.route().ids(), o.get(), s);
         {
-            const Rows hidden(g.get(), MOEPOOL_F32, places, down.columns, !is_quantised(down), is_quantised(down), 1,
-                              s);
+            const Rows hidden(g.get(), MOEPOOL_F32, places, down.columns, !down.quantised(), down.quantised(), 1, s);
             const auto last = [&](const Tiles &tiles) { run(down, tiles, hidden, o.get()); };
             last(op.route().hot());
             if (!host.wanted())
@@ -170,15 +174,13 @@ class CudaBackend : public Backend {
         }
         host.join(o.get(), [&](const moepool_rows &rows, float *cold_rows) { cpu_cold_chain(route, rows, cold_rows); });
         cuda::combine(route.tokens(), route.k(), down.rows, op.route().ids(), o.get(), weights, weights_dtype, out, s);
-        op.end();
     }
 
     void combine(const Route &route, int64_t columns, const float *rows, const void *weights,
                  moepool_dtype weights_dtype, float *out, void *stream) const override {
-        Op op(route, stream);
+        const Op op(route, stream);
         cuda::combine(route.tokens(), route.k(), columns, op.route().ids(), rows, weights, weights_dtype, out,
                       op.stream());
-        op.end();
     }
 
     void swiglu(int64_t count, const float *gate, const float *up, float *out, void *stream) const override {

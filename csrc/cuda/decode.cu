@@ -1,6 +1,7 @@
 #include "cuda/decode.h"
 
 #include <algorithm>
+#include <atomic>
 
 #include "cuda/decode_kernels.h"
 #include "error.h"
@@ -12,72 +13,66 @@ namespace {
 
 constexpr int kMostBooks = 40 << 10;  // bytes of shared memory that resolve takes: any device has them
 
-bool is_quantised(const Matrix &m) { return m.type().block > 1; }
-
-template <class T>
-T *allocate(int64_t count) {
-    void *data = nullptr;
-    const RelaxedCapture relaxed;
-    check(cudaMalloc(&data, static_cast<size_t>(std::max<int64_t>(1, count)) * sizeof(T)),
-          "allocating the memory of a decode step");
-    return static_cast<T *>(data);
-}
-
 }  // namespace
 
-// Tables and rows of a step of up to so many places.
+// Tables and rows of a step of up to so many places, with what the types of the layer need.
 struct Decoder::Workspace {
     const int64_t places;
-    StepTables tables;
-    ActivationBlock *input, *hidden;
-    float *hidden_x, *rows;
+    DeviceMemory<int32_t> ids, order, tile_count, commit_count;
+    DeviceMemory<uint32_t> resolved, finished;
+    DeviceMemory<DecodeTile> tiles;
+    DeviceMemory<Commit> commits;
+    DeviceMemory<ActivationBlock> input, hidden;
+    DeviceMemory<float> hidden_x, rows;
 
     Workspace(int64_t count, const Layer &layer)
         : places(count),
-          tables{allocate<int32_t>(count), allocate<int32_t>(count), allocate<DecodeTile>(count),
-                 allocate<int32_t>(1),     allocate<Commit>(count),  allocate<int32_t>(1),
-                 allocate<uint32_t>(1),    allocate<uint32_t>(1)},
-          input(allocate<ActivationBlock>(count * layer.matrices()[0].columns / kBlockColumns)),
-          hidden(allocate<ActivationBlock>(count * layer.matrices()[2].columns / kBlockColumns)),
-          hidden_x(allocate<float>(count * layer.matrices()[2].columns)),
-          rows(allocate<float>(count * layer.matrices()[2].rows)) {}
-    ~Workspace() {
-        for (void *memory :
-             {static_cast<void *>(tables.ids), static_cast<void *>(tables.order), static_cast<void *>(tables.tiles),
-              static_cast<void *>(tables.tile_count), static_cast<void *>(tables.commits),
-              static_cast<void *>(tables.commit_count), static_cast<void *>(tables.resolved),
-              static_cast<void *>(tables.finished), static_cast<void *>(input), static_cast<void *>(hidden),
-              static_cast<void *>(hidden_x), static_cast<void *>(rows)})
-            cudaFree(memory);
+          ids(count),
+          order(count),
+          tile_count(1),
+          commit_count(1),
+          resolved(1),
+          finished(1),
+          tiles(count),
+          commits(count),
+          input(layer.matrices()[0].quantised() ? count * layer.matrices()[0].columns / kBlockColumns : 0),
+          hidden(layer.matrices()[2].quantised() ? count * layer.matrices()[2].columns / kBlockColumns : 0),
+          hidden_x(layer.matrices()[2].quantised() ? 0 : count * layer.matrices()[2].columns),
+          rows(count * layer.matrices()[2].rows) {}
+
+    StepTables tables() const {
+        return {ids.get(),     order.get(),        tiles.get(),    tile_count.get(),
+                commits.get(), commit_count.get(), resolved.get(), finished.get()};
     }
 };
 
 Decoder::Decoder(int device, const Layer &layer, const std::vector<const uint8_t *> &records, int slots, uint8_t *arena,
                  bool static_policy, int admit)
-    : device_(device), layer_(layer), slots_(slots), arena_(arena), static_policy_(static_policy), admit_(admit) {
+    : device_(device),
+      layer_(layer),
+      slots_(slots),
+      arena_(arena),
+      static_policy_(static_policy),
+      admit_(admit),
+      state_(1),
+      slot_of_(layer.experts()),
+      expert_in_(slots),
+      stamp_(slots),
+      records_(layer.experts()) {
     const RelaxedCapture relaxed;
     for (const Matrix &m : layer.matrices()) load_decode_kernels(m);
     load_resolve_kernel();
-    check(cudaHostAlloc(reinterpret_cast<void **>(&bad_id_), sizeof *bad_id_, cudaHostAllocMapped),
-          "allocating page-locked memory");
-    *bad_id_ = {0, -1, 1};
-    state_ = allocate<DeviceState>(1);
-    slot_of_ = allocate<int32_t>(layer.experts());
-    expert_in_ = allocate<int32_t>(slots);
-    stamp_ = allocate<int64_t>(slots);
-    records_ = allocate<const uint8_t *>(layer.experts());
-    copy(records_, records.data(), static_cast<int64_t>(records.size() * sizeof(records[0])));
+    *bad_id_.get() = {0, -1, 1};
+    copy(records_.get(), records.data(), static_cast<int64_t>(records.size() * sizeof(records[0])));
     const DeviceState fresh = {};
-    copy(state_, &fresh, sizeof fresh);
+    copy(state_.get(), &fresh, sizeof fresh);
 }
 
 Decoder::~Decoder() {
-    cudaFree(state_);
-    cudaFree(slot_of_);
-    cudaFree(expert_in_);
-    cudaFree(stamp_);
-    cudaFree(records_);
-    cudaFreeHost(bad_id_);
+    try {
+        last_.wait();
+    } catch (...) {  // the device is lost
+    }
 }
 
 const char *Decoder::refuses(const Layer &layer, int slots) {
@@ -91,15 +86,20 @@ const char *Decoder::refuses(const Layer &layer, int slots) {
 const char *Decoder::refuses(int64_t tokens, int64_t k) const {
     if (tokens < 1 || tokens > kMostDecodeTokens) return "a decode step on the device has 1 to 16 tokens";
     if (tokens * k > kMostDecodePlaces) return "a decode step on the device has at most 512 places";
+    if (!fits(layer_.matrices()[0], layer_.matrices()[2], tokens, k))
+        return "the device has too little shared memory for so many places a token";
     return nullptr;
 }
 
-void Decoder::reserve(int64_t tokens, int64_t k) {
-    if (!workspaces_.empty() && workspaces_.back()->places >= tokens * k) return;
-    workspaces_.push_back(std::make_unique<Workspace>(tokens * k, layer_));
+void Decoder::reserve(int64_t places) {
+    if (!workspaces_.empty() && workspaces_.back()->places >= places) return;
+    int64_t room = 8;  // doubling, so that rising shapes leave few behind
+    while (room < places) room *= 2;
+    auto made = std::make_unique<Workspace>(room, layer_);
     const uint32_t none = 0;
-    copy(workspaces_.back()->tables.finished, &none, sizeof none);
-    copy(workspaces_.back()->tables.resolved, &none, sizeof none);
+    copy(made->finished.get(), &none, sizeof none);
+    copy(made->resolved.get(), &none, sizeof none);
+    workspaces_.push_back(std::move(made));
 }
 
 void Decoder::copy(void *to, const void *from, int64_t bytes) {
@@ -115,8 +115,9 @@ void Decoder::run(const moepool_ids &ids, const moepool_rows &x, const void *wei
     const auto stream = static_cast<cudaStream_t>(caller_stream);
     const int64_t tokens = ids.tokens, k = ids.k;
     const bool in_graph = capturing(stream);
-    if (!in_graph && last_stream_ != stream) last_.hold(stream);
-    reserve(tokens, k);
+    if (!in_graph) last_.hold(stream);
+    require_whole();
+    reserve(tokens * k);
     const Workspace &w = *workspaces_.back();
     const Matrix &gate = layer_.matrices()[0], &up = layer_.matrices()[1], &down = layer_.matrices()[2];
     const int64_t places = tokens * k;
@@ -128,56 +129,73 @@ void Decoder::run(const moepool_ids &ids, const moepool_rows &x, const void *wei
     // Of more tokens: at most one a place, or full ones and a short one an expert.
     step.most_tiles =
         static_cast<int32_t>(tokens == 1 ? k : std::min(places, layer_.experts() + places / kMostDecodeTokens));
-    step.residents = {layer_.experts(), slot_of_, records_, arena_, layer_.record_bytes(), layer_.tail()};
-    step.tables = w.tables;
+    step.residents = {layer_.experts(), slot_of_.get(), records_.get(), arena_, layer_.record_bytes(), layer_.tail()};
+    step.tables = w.tables();
     step.x = x.data;
     step.x_dtype = x.dtype;
     step.x_per_row = x.per_place ? 1 : step.k;
-    step.input = w.input;
-    step.hidden = is_quantised(down) ? w.hidden : nullptr;
-    step.hidden_x = is_quantised(down) ? nullptr : w.hidden_x;
-    step.rows = w.rows;
+    step.input = w.input.get();
+    step.hidden = w.hidden.get();
+    step.hidden_x = w.hidden_x.get();
+    step.rows = w.rows.get();
     step.weights = weights;
     step.weights_dtype = weights_dtype;
     step.out = out;
     const ResolveArguments arguments{
-        slots_,     static_policy_, admit_,  state_,
-        expert_in_, stamp_,         bad_id_, is_quantised(gate) ? places / step.x_per_row * gate.columns : 0};
+        slots_,           static_policy_, admit_,        state_.get(),
+        expert_in_.get(), stamp_.get(),   bad_id_.get(), gate.quantised() ? places / step.x_per_row * gate.columns : 0};
+    // A step that stops half way has changed the books but not the slots.
+    whole_ = false;
     if (tokens > 1) resolve(step, arguments, stream);
     gate_up(gate, up, step, arguments, stream);
     down_and_combine(down, step, stream);
+    whole_ = true;
+    captured_ = captured_ || in_graph;
     if (in_graph) return;
     last_.record(stream);
-    last_stream_ = stream;
+}
+
+void Decoder::require_whole() const {
+    if (!whole_)
+        fail(MOEPOOL_ERROR_STATE, "an earlier step of this pool failed on the device half way: make a new pool");
 }
 
 void Decoder::load(const Residency::Snapshot &residency) {
+    require_whole();
     const OnDevice on(device_);
-    copy(slot_of_, residency.slot_of.data(), layer_.experts() * static_cast<int64_t>(sizeof(int32_t)));
-    copy(expert_in_, residency.expert_in.data(), slots_ * static_cast<int64_t>(sizeof(int32_t)));
-    copy(stamp_, residency.stamp.data(), slots_ * static_cast<int64_t>(sizeof(int64_t)));
-    copy(&state_->tick, &residency.tick, sizeof residency.tick);
+    copy(slot_of_.get(), residency.slot_of.data(), layer_.experts() * static_cast<int64_t>(sizeof(int32_t)));
+    copy(expert_in_.get(), residency.expert_in.data(), slots_ * static_cast<int64_t>(sizeof(int32_t)));
+    copy(stamp_.get(), residency.stamp.data(), slots_ * static_cast<int64_t>(sizeof(int64_t)));
+    copy(&state_.get()->tick, &residency.tick, sizeof residency.tick);
 }
 
 DeviceSteps::Counts Decoder::store(Residency::Snapshot &residency) {
+    require_whole();
     const OnDevice on(device_);
-    check(cudaDeviceSynchronize(), "waiting for the device");
+    // Steps of a graph may be under way on any stream.
+    if (captured_)
+        check(cudaDeviceSynchronize(), "waiting for the device");
+    else
+        last_.wait();
     residency.slot_of.resize(static_cast<size_t>(layer_.experts()));
     residency.expert_in.resize(static_cast<size_t>(slots_));
     residency.stamp.resize(static_cast<size_t>(slots_));
     DeviceState state;
-    copy(residency.slot_of.data(), slot_of_, layer_.experts() * static_cast<int64_t>(sizeof(int32_t)));
-    copy(residency.expert_in.data(), expert_in_, slots_ * static_cast<int64_t>(sizeof(int32_t)));
-    copy(residency.stamp.data(), stamp_, slots_ * static_cast<int64_t>(sizeof(int64_t)));
-    copy(&state, state_, sizeof state);
+    copy(residency.slot_of.data(), slot_of_.get(), layer_.experts() * static_cast<int64_t>(sizeof(int32_t)));
+    copy(residency.expert_in.data(), expert_in_.get(), slots_ * static_cast<int64_t>(sizeof(int32_t)));
+    copy(residency.stamp.data(), stamp_.get(), slots_ * static_cast<int64_t>(sizeof(int64_t)));
+    copy(&state, state_.get(), sizeof state);
     residency.tick = state.tick;
     return state.counts;
 }
 
 DeviceSteps::BadId Decoder::take_bad_id() {
-    volatile BadId *shared = bad_id_;
-    const BadId bad{shared->id, shared->place, shared->k};
-    if (bad.place >= 0) shared->place = -1;
+    // The device writes the place last.
+    volatile BadId *shared = bad_id_.get();
+    const int32_t place = shared->place;
+    std::atomic_thread_fence(std::memory_order_acquire);
+    const BadId bad{shared->id, place, shared->k};
+    if (place >= 0) shared->place = -1;
     return bad;
 }
 

@@ -51,7 +51,8 @@ class Decoder : public DeviceSteps {
 
   private:
     struct Workspace;
-    void reserve(int64_t tokens, int64_t k);
+    void reserve(int64_t places);
+    void require_whole() const;
     void copy(void *to, const void *from, int64_t bytes);
 
     const int device_;
@@ -61,13 +62,14 @@ class Decoder : public DeviceSteps {
     const bool static_policy_;
     const int admit_;
     Stream side_;  // of copies that are no part of a step, also while one is captured
-    DeviceState *state_ = nullptr;
-    int32_t *slot_of_ = nullptr, *expert_in_ = nullptr;
-    int64_t *stamp_ = nullptr;
-    const uint8_t **records_ = nullptr;
-    BadId *bad_id_ = nullptr;  // in host memory that the device writes to
-    Event last_;               // behind the last step
-    cudaStream_t last_stream_ = nullptr;
+    DeviceMemory<DeviceState> state_;
+    DeviceMemory<int32_t> slot_of_, expert_in_;
+    DeviceMemory<int64_t> stamp_;
+    DeviceMemory<const uint8_t *> records_;
+    MappedMemory<BadId> bad_id_;
+    Event last_;                                          // behind the last step that was not captured
+    bool captured_ = false;                               // a graph holds steps
+    bool whole_ = true;                                   // every step so far was launched whole
     std::vector<std::unique_ptr<Workspace>> workspaces_;  // the last is in use; graphs may hold the others
 };
 

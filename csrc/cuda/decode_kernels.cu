@@ -1,7 +1,6 @@
 #include "cuda/decode_kernels.h"
 
 #include <algorithm>
-#include <cstdio>
 
 #include "cuda/chunk.h"
 #include "cuda/launch.h"
@@ -519,30 +518,40 @@ DecodeConfig configure(int units, int most_warps, int budget, int staged_rows, i
 dim3 threads(const DecodeConfig &c) { return dim3(32, static_cast<unsigned>(c.warps)); }
 
 template <class T>
+DecodeConfig gate_up_config(const Part &gate, int64_t tokens) {
+    return tokens == 1 ? configure<T>(2 * gate.chunks, kSinglePlaceWarps, kSingleBudget, 1, 1, 2)
+                       : configure<T>(2 * gate.chunks, kTileWarps, kTileBudget, kSubBatch, kMostDecodeTokens,
+                                      2 * kMostDecodeTokens);
+}
+template <class T>
+DecodeConfig down_config(const Part &down, int64_t tokens, int64_t k) {
+    return tokens == 1
+               ? configure<T>(static_cast<int>(k) * down.chunks, kSingleDownWarps, kSingleBudget, 1, 1,
+                              static_cast<int>(k))
+               : configure<T>(down.chunks, kTileWarps, kTileBudget, kSubBatch, kMostDecodeTokens, kMostDecodeTokens);
+}
+
+template <class T>
 void launch_gate_up(const Part &gate, const Part &up, const Step &step, const ResolveArguments &arguments,
                     cudaStream_t stream) {
     const auto jobs = static_cast<unsigned>(step.most_tiles * gate.row_groups);
+    const DecodeConfig c = gate_up_config<T>(gate, step.tokens);
     if (step.tokens == 1) {
-        const DecodeConfig c = configure<T>(2 * gate.chunks, kSinglePlaceWarps, kSingleBudget, 1, 1, 2);
         const int shared = std::max(c.shared_bytes, resolve_shared_bytes(step.residents.experts, arguments.slots));
         launch(gate_up_single<T>, 1 + jobs, threads(c), shared, stream, step, arguments, gate, up, c.stages);
     } else {
-        const DecodeConfig c =
-            configure<T>(2 * gate.chunks, kTileWarps, kTileBudget, kSubBatch, kMostDecodeTokens, 2 * kMostDecodeTokens);
         launch(gate_up_tiles<T>, jobs, threads(c), c.shared_bytes, stream, step, gate, up, c.stages);
     }
 }
 
 template <class T>
 void launch_down(const Part &down, const Step &step, cudaStream_t stream) {
+    const DecodeConfig c = down_config<T>(down, step.tokens, step.k);
     if (step.tokens == 1) {
-        const DecodeConfig c = configure<T>(step.k * down.chunks, kSingleDownWarps, kSingleBudget, 1, 1, step.k);
         launch(down_single<T>, static_cast<unsigned>(down.row_groups), threads(c), c.shared_bytes, stream, step, down,
                c.stages);
         return;
     }
-    const DecodeConfig c =
-        configure<T>(down.chunks, kTileWarps, kTileBudget, kSubBatch, kMostDecodeTokens, kMostDecodeTokens);
     launch(down_tiles<T>, static_cast<unsigned>(step.most_tiles * down.row_groups), threads(c), c.shared_bytes, stream,
            step, down, c.stages);
     launch(combine_tiles, static_cast<unsigned>((step.tokens * down.rows + 255) / 256), dim3(256), 0, stream, step,
@@ -561,25 +570,27 @@ struct Kernels {
     void (*load)(int shared_bytes);
     void (*gate_up)(const Part &, const Part &, const Step &, const ResolveArguments &, cudaStream_t);
     void (*down)(const Part &, const Step &, cudaStream_t);
+    DecodeConfig (*gate_up_config)(const Part &, int64_t tokens);
+    DecodeConfig (*down_config)(const Part &, int64_t tokens, int64_t k);
 };
 const Kernels kernels[] = {
-#define X(T) {load<T>, launch_gate_up<T>, launch_down<T>},
+#define X(T) {load<T>, launch_gate_up<T>, launch_down<T>, gate_up_config<T>, down_config<T>},
     MOEPOOL_QUANT_TYPES(X)
 #undef X
 };
 
 }  // namespace
 
-std::string DecodeConfig::text() const {
-    char text[96];
-    std::snprintf(text, sizeof text, "%d warps, %d panels each in flight, %d bytes shared", warps, stages,
-                  shared_bytes);
-    return text;
-}
-
 void load_decode_kernels(const Matrix &matrix) {
     kernels[matrix.type_index].load(most_shared_bytes() - kStaticShared);
     allow_shared(combine_tiles, 0);
+}
+
+bool fits(const Matrix &gate, const Matrix &down, int64_t tokens, int64_t k) {
+    const int limit = most_shared_bytes() - kStaticShared;
+    const DecodeConfig first = kernels[gate.type_index].gate_up_config(Part(gate), tokens);
+    const DecodeConfig second = kernels[down.type_index].down_config(Part(down), tokens, k);
+    return first.shared_bytes <= limit && second.shared_bytes <= limit;
 }
 
 void gate_up(const Matrix &gate, const Matrix &up, const Step &step, const ResolveArguments &arguments,

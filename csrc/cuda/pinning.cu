@@ -30,6 +30,7 @@ class Pieces : public Pinning {
         }
     }
     ~Pieces() override {
+        const RelaxedCapture relaxed;
         for (int64_t i = 0; i < registered_; ++i) cudaHostUnregister(pieces_ + i * piece_bytes_);
         cudaGetLastError();
         pinned_now.fetch_sub(bytes());
@@ -50,6 +51,7 @@ std::unique_ptr<Pinning> pin_pieces(uint8_t *pieces, int64_t piece_bytes, int64_
 }
 
 Uploader::~Uploader() {
+    const RelaxedCapture relaxed;
     for (Buffer &buffer : ring_) {
         if (!buffer.data) continue;
         if (buffer.free) try {

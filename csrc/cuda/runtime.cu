@@ -70,7 +70,8 @@ void learn(int device) {
     check(cudaMemPoolSetAttribute(k.pool, cudaMemPoolAttrReleaseThreshold, &keep), "setting up the scratch pool");
     int major = 0;
     check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "asking for the device");
-    k.overlaps = major >= 9 && attributes.binaryVersion >= 90;
+    // Code of an older PTX, compiled anew by the driver, does not wait for the kernels in front.
+    k.overlaps = major >= 9 && attributes.ptxVersion >= 90;
     k.usable = true;
 }
 

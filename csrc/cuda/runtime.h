@@ -77,6 +77,53 @@ class Stream {
     cudaStream_t stream_ = nullptr;
 };
 
+// Plain device memory. Allocated and freed also while this thread captures a graph: it is no part of it.
+template <class T>
+class DeviceMemory {
+  public:
+    DeviceMemory() = default;
+    explicit DeviceMemory(int64_t count) {
+        const RelaxedCapture relaxed;
+        if (count > 0)
+            check(cudaMalloc(reinterpret_cast<void **>(&data_), static_cast<size_t>(count) * sizeof(T)),
+                  "allocating device memory");
+    }
+    ~DeviceMemory() {
+        const RelaxedCapture relaxed;
+        if (data_) cudaFree(data_);
+    }
+    DeviceMemory(DeviceMemory &&other) noexcept : data_(std::exchange(other.data_, nullptr)) {}
+    DeviceMemory &operator=(DeviceMemory &&other) noexcept {
+        std::swap(data_, other.data_);
+        return *this;
+    }
+    T *get() const { return data_; }
+
+  private:
+    T *data_ = nullptr;
+};
+
+// One object in page-locked host memory that the device writes to.
+template <class T>
+class MappedMemory {
+  public:
+    MappedMemory() {
+        const RelaxedCapture relaxed;
+        check(cudaHostAlloc(reinterpret_cast<void **>(&data_), sizeof(T), cudaHostAllocMapped),
+              "allocating page-locked memory");
+    }
+    ~MappedMemory() {
+        const RelaxedCapture relaxed;
+        cudaFreeHost(data_);
+    }
+    MappedMemory(const MappedMemory &) = delete;
+    MappedMemory &operator=(const MappedMemory &) = delete;
+    T *get() const { return data_; }
+
+  private:
+    T *data_ = nullptr;
+};
+
 // Device memory that is allocated and freed in the order of a stream.
 template <class T>
 class Scratch {

@@ -54,8 +54,12 @@ void CudaRoute::begin(cudaStream_t stream) const {
 void CudaRoute::end(cudaStream_t stream) {
     // The launches of a captured graph happen later: whoever replays it keeps the route open.
     if (capturing(stream)) return;
-    for (auto &read : reads_)
-        if (read.first == stream) return read.second.record(stream);
+    for (auto &read : reads_) {
+        if (read.first != stream) continue;
+        // Equal handles need not be one stream: it may be another in each thread, or a new one at an old address.
+        read.second.hold(stream);
+        return read.second.record(stream);
+    }
     reads_.emplace_back(stream, Event());
     reads_.back().second.record(stream);
 }
@@ -68,10 +72,10 @@ CudaSlots::CudaSlots(int device, const Layer &layer, int count, int64_t budget_b
 CudaSlots::~CudaSlots() {
     try {
         const OnDevice on(device_);
+        const RelaxedCapture relaxed;
         cudaStreamSynchronize(staging_);
         cudaStreamSynchronize(copies_);
         decoder_.reset();
-        cudaFree(arena_);
     } catch (...) {  // the driver is gone
     }
     const std::lock_guard<std::mutex> lock(budget_mutex);
@@ -89,22 +93,22 @@ void CudaSlots::allocate(int count, int64_t budget_bytes) {
     const int64_t record = layer_.record_bytes();
     count = static_cast<int>(std::min<int64_t>(count, budget_bytes / record));
     // Somebody else may take memory between the question and the answer: then with fewer slots, down to none.
-    while (count > 0) {
-        const cudaError_t status = cudaMalloc(reinterpret_cast<void **>(&arena_), static_cast<size_t>(count * record));
-        if (status == cudaSuccess) break;
-        arena_ = nullptr;
-        if (status != cudaErrorMemoryAllocation) check(status, "allocating slots");
-        cudaGetLastError();
-        count = count * 3 / 4;
+    for (; count > 0; count = count * 3 / 4) {
+        try {
+            arena_ = DeviceMemory<uint8_t>(count * record);
+            break;
+        } catch (const Error &error) {
+            if (error.status() != MOEPOOL_ERROR_OUT_OF_MEMORY) throw;
+        }
     }
+    if (count) check(cudaMemsetAsync(arena_.get(), 0, static_cast<size_t>(count * record), staging_), "clearing slots");
     count_ = count;
     taken += bytes();
-    if (count) check(cudaMemsetAsync(arena_, 0, static_cast<size_t>(bytes()), staging_), "clearing slots");
 }
 
 void CudaSlots::fill(int index, const uint8_t *record) {
     const OnDevice on(device_);
-    uploader_.upload(arena_ + index * layer_.record_bytes(), record, layer_.record_bytes(), record, staging_);
+    uploader_.upload(arena_.get() + index * layer_.record_bytes(), record, layer_.record_bytes(), record, staging_);
 }
 
 std::unique_ptr<DeviceRoute> CudaSlots::publish(const Route &route) {
@@ -121,15 +125,22 @@ void CudaSlots::settle() {
 DeviceSteps *CudaSlots::device_steps(moepool_policy policy, int admit) {
     if (decoder_ || Decoder::refuses(layer_, count_)) return decoder_.get();
     if (!pinning_.pinned(layer_.record(layer_.experts() - 1))) return nullptr;
+    if (no_decoder_) return nullptr;
     const OnDevice on(device_);
-    std::vector<const uint8_t *> records;
-    for (int expert = 0; expert < layer_.experts(); ++expert) {
-        void *address = nullptr;
-        check(cudaHostGetDevicePointer(&address, layer_.record(expert), 0), "asking for the address of a record");
-        records.push_back(static_cast<const uint8_t *>(address));
+    try {
+        std::vector<const uint8_t *> records;
+        for (int expert = 0; expert < layer_.experts(); ++expert) {
+            void *address = nullptr;
+            check(cudaHostGetDevicePointer(&address, layer_.record(expert), 0), "asking for the address of a record");
+            records.push_back(static_cast<const uint8_t *>(address));
+        }
+        decoder_ = std::make_unique<Decoder>(device_, layer_, records, count_, arena_.get(),
+                                             policy == MOEPOOL_POLICY_STATIC, admit);
+    } catch (const Error &error) {
+        // The host can take the steps all the same.
+        if (error.status() != MOEPOOL_ERROR_OUT_OF_MEMORY && error.status() != MOEPOOL_ERROR_UNSUPPORTED) throw;
+        no_decoder_ = true;
     }
-    decoder_ =
-        std::make_unique<Decoder>(device_, layer_, records, count_, arena_, policy == MOEPOOL_POLICY_STATIC, admit);
     return decoder_.get();
 }
 

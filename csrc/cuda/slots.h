@@ -82,7 +82,7 @@ class CudaSlots : public Slots {
 
     int count() const override { return count_; }
     int64_t bytes() const override { return count_ * layer_.record_bytes(); }
-    const uint8_t *slot(int index) const override { return arena_ + index * layer_.record_bytes(); }
+    const uint8_t *slot(int index) const override { return arena_.get() + index * layer_.record_bytes(); }
     void fill(int index, const uint8_t *record) override;
     std::unique_ptr<DeviceRoute> publish(const Route &route) override;
     void settle() override;
@@ -101,11 +101,12 @@ class CudaSlots : public Slots {
     const int device_;
     const Layer &layer_;
     int count_ = 0;
-    uint8_t *arena_ = nullptr;
+    DeviceMemory<uint8_t> arena_;
     const Pinning &pinning_;
     Uploader uploader_;
     Stream staging_, copies_;
     std::unique_ptr<Decoder> decoder_;
+    bool no_decoder_ = false;  // it could not be made
 };
 
 template <class Compute>
@@ -118,6 +119,18 @@ void CudaSlots::stage(const std::vector<Route::Group> &groups, int64_t from, int
         std::min<int64_t>(static_cast<int64_t>(groups.size()), std::max<int64_t>(1, kLotBytes / record)));
     const bool twice = lot < groups.size();
     const Scratch<uint8_t> buffer((twice ? 2 : 1) * static_cast<int64_t>(lot) * record, stream);
+    // Should a lot fail, the copies under way end before the buffer is freed.
+    struct Guard {
+        cudaStream_t copies, stream;
+        ~Guard() {
+            try {
+                Event copied;
+                copied.record(copies);
+                copied.hold(stream);
+            } catch (...) {  // the device is lost
+            }
+        }
+    } const guard{copies_, stream};
     Event allocated, arrived[2], done[2];
     allocated.record(stream);
     allocated.hold(copies_);

@@ -9,16 +9,21 @@ namespace moepool {
 
 namespace {
 
-moepool_policy checked(moepool_policy policy) {
+moepool_policy checked_policy(moepool_policy policy) {
     if (policy != MOEPOOL_POLICY_LRU && policy != MOEPOOL_POLICY_STATIC)
         fail(MOEPOOL_ERROR_ARGUMENT, "%d is not a policy", static_cast<int>(policy));
     return policy;
 }
 
-moepool_miss checked(moepool_miss miss) {
+moepool_miss checked_miss(moepool_miss miss) {
     if (miss != MOEPOOL_MISS_STREAM && miss != MOEPOOL_MISS_HOST)
         fail(MOEPOOL_ERROR_ARGUMENT, "%d is not a way to serve misses", static_cast<int>(miss));
     return miss;
+}
+
+int64_t checked_budget(int64_t bytes) {
+    if (bytes < 0) fail(MOEPOOL_ERROR_ARGUMENT, "a budget of %lld bytes: at least 0", static_cast<long long>(bytes));
+    return bytes;
 }
 
 int at_least(int value, int least, const char *name) {
@@ -52,18 +57,20 @@ Pool::Pool(std::shared_ptr<const Store> store, const moepool_pool_config &config
       layer_(sealed(*store_).layer(config.layer)),
       device_(config.device),
       backend_(backend(config.device)),
-      policy_(checked(config.policy)),
-      miss_(checked(config.miss)),
+      policy_(checked_policy(config.policy)),
+      miss_(checked_miss(config.miss)),
       admit_(at_least(config.admit, -1, "admit")),
       prompt_tokens_(at_least(config.prompt_tokens, 0, "prompt_tokens")),
       slots_(backend_.make_slots(layer_, std::min(at_least(config.slots, 0, "slots"), layer_.experts()),
-                                 config.budget_bytes)),
+                                 checked_budget(config.budget_bytes))),
       residency_(layer_.experts(), slots_->count(), policy_, admit_),
       leases_(static_cast<size_t>(residency_.slots()), 0) {
     if (config.hot && config.policy != MOEPOOL_POLICY_STATIC)
         fail(MOEPOOL_ERROR_ARGUMENT, "hot experts are only for the static policy");
     std::vector<Residency::Admission> hot;
     if (config.policy == MOEPOOL_POLICY_STATIC) {
+        if (!config.hot && config.hot_count)
+            fail(MOEPOOL_ERROR_ARGUMENT, "hot_count is %d, but hot is NULL", config.hot_count);
         const int count = config.hot ? at_least(config.hot_count, 0, "hot_count") : residency_.slots();
         if (count > config.slots)
             fail(MOEPOOL_ERROR_ARGUMENT, "%d hot experts do not fit %d slots", count, config.slots);
@@ -137,7 +144,8 @@ std::vector<int32_t> Pool::read_ids(const moepool_ids &ids, void *stream) {
 void Pool::raise_pending() const {
     if (device_steps_) {
         const DeviceSteps::BadId bad = device_steps_->take_bad_id();
-        if (bad.place >= 0) pending_ = bad_id(bad.id, bad.place / bad.k, bad.place % bad.k, layer_.experts()).what();
+        if (bad.place >= 0 && pending_.empty())
+            pending_ = bad_id(bad.id, bad.place / bad.k, bad.place % bad.k, layer_.experts()).what();
     }
     if (pending_.empty()) return;
     const Error error(MOEPOOL_ERROR_INDEX, "in an earlier step: " + pending_);
@@ -189,8 +197,11 @@ bool Pool::ffn_on_device(const moepool_ids &ids, moepool_phase phase, const moep
     DeviceSteps *steps = slots_->device_steps(policy_, admit_);
     if (!steps || open_routes_ > 0 || steps->refuses(ids.tokens, ids.k)) return false;
     raise_pending();
-    if (!device_steps_) {
+    if (must_settle_) {
         slots_->settle();
+        must_settle_ = false;
+    }
+    if (!device_steps_) {
         steps->load(residency_.snapshot());
         device_steps_ = steps;
     }
@@ -215,7 +226,12 @@ std::unique_ptr<Route> Pool::resolve(const moepool_ids &ids, moepool_phase phase
     std::vector<bool> hit;
     for (const Route::Group &group : route->groups) hit.push_back(residency_.slot_of(group.expert) >= 0);
     const Residency::Step step = residency_.step(route->wanted(), prompt, leases_);
-    fill(step.admissions);
+    try {
+        fill(step.admissions);
+    } catch (...) {
+        if (device_steps_) device_steps_->load(residency_.snapshot());  // without what could not be filled
+        throw;
+    }
     if (device_steps_) {
         device_steps_->load(residency_.snapshot());
         slots_->settle();
@@ -256,7 +272,8 @@ std::unique_ptr<Route> Pool::resolve(const moepool_ids &ids, moepool_phase phase
 void Pool::release(const Route &route) {
     if (!route.counted) return;
     const std::lock_guard<std::mutex> lock(mutex_);
-    if (--open_routes_ == 0 && device_steps_) slots_->settle();  // its ops end before the device fills a slot
+    --open_routes_;
+    must_settle_ = true;  // its ops end before the device fills a slot
     if (!route.leased) return;
     for (const Route::Group &group : route.groups)
         if (group.slot >= 0) --leases_[static_cast<size_t>(group.slot)];

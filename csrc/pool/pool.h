@@ -57,6 +57,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
     mutable Residency residency_;
     std::vector<int> leases_;  // by slot: open routes that read it
     int open_routes_ = 0;
+    bool must_settle_ = true;  // before the device's next step: fills and ops of ended routes may be under way
     DeviceSteps *device_steps_ = nullptr;  // set once the residency has moved to the device, where it then stays
     mutable DeviceSteps::Counts device_counts_{};
     moepool_pool_stats stats_{};

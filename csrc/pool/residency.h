@@ -1,6 +1,7 @@
-// The residency law: which expert is in which slot, and what one step changes. Integers only, no clocks: whoever follows it
-// counts the same hits. This is its definition, for the pools of every device and for whoever simulates them.
-// cuda/resolve_block.h takes the same step on the device, where the host can not be asked; tests replay traces through both.
+// The residency law: which expert is in which slot, and what one step changes. Integers only, no clocks: whoever
+// follows it counts the same hits. This is its definition, for the pools of every device and for whoever simulates
+// them. cuda/resolve_block.h takes the same step on the device, where the host can not be asked; tests replay traces
+// through both.
 //
 // * One resolve that wants at least one expert is one step; its tick is the number of steps so far, from 1.
 // * A step bypasses if it is a prompt step or wants more distinct experts than there are slots: nothing is admitted,

@@ -25,6 +25,7 @@ struct Matrix {
     int64_t scale;      // byte offset of a float; -1: none
 
     const TypeInfo &type() const { return type_info(type_index); }
+    bool quantised() const { return type().block > 1; }
     int64_t row_groups() const { return (rows + kPanelRows - 1) / kPanelRows; }
 };
 
