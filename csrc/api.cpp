@@ -1,6 +1,8 @@
 // The C ABI: each entry checks its arguments, calls one thing, and turns exceptions into a status.
 #include "moepool.h"
 
+#include <algorithm>
+#include <cstring>
 #include <exception>
 #include <memory>
 #include <new>
@@ -390,6 +392,18 @@ moepool_status moepool_pool_ffn(moepool_pool *pool, const moepool_ids *ids, moep
         check_data(weights, tokens, "weights");
         check_data(out, tokens, "out");
         p.ffn(*ids, phase, *x, weights, weights_dtype, out, stream);
+    });
+}
+
+moepool_status moepool_pool_describe(moepool_pool *pool, int64_t tokens, int64_t k, char *text, int64_t size) {
+    return guarded([&] {
+        given(text, "text");
+        if (size < 1 || tokens < 0 || k < 1)
+            fail(MOEPOOL_ERROR_ARGUMENT, "size and k must be at least 1, tokens at least 0");
+        const std::string words = pool_of(pool).describe(tokens, k);
+        const size_t count = std::min(words.size(), static_cast<size_t>(size) - 1);
+        std::memcpy(text, words.data(), count);
+        text[count] = 0;
     });
 }
 

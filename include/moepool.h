@@ -337,6 +337,11 @@ MOEPOOL_API moepool_status moepool_pool_ffn(moepool_pool *pool, const moepool_id
                                             const moepool_rows *x, const void *weights, moepool_dtype weights_dtype,
                                             float *out, void *stream);
 
+/* Says in words who would take a step of this shape by moepool_pool_ffn with ids on the pool's device: the device, with
+ * the launch geometry of its kernels, or the host, and why. Writes at most size - 1 characters and a final 0. */
+MOEPOOL_API moepool_status moepool_pool_describe(moepool_pool *pool, int64_t tokens, int64_t k, char *text,
+                                                 int64_t size);
+
 /* out[i] = silu(gate[i]) * up[i], i < count. out may be gate or up. */
 MOEPOOL_API moepool_status moepool_swiglu(int32_t device, int64_t count, const float *gate, const float *up, float *out,
                                           void *stream);

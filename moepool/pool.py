@@ -384,6 +384,35 @@ class Pool:
 
     # -------------------------------------------------------------------------------------------------- facts
 
+    def describe(self, tokens: int, k: int) -> str:
+        """Who takes a step of this shape when :class:`ExpertFFN` is called with ids on the pool's device.
+
+        Parameters
+        ----------
+        tokens, k : int
+            The shape of the ids.
+
+        Returns
+        -------
+        str
+            "device: ..." with the launch geometry of its kernels, or "host: ..." with the reason.
+
+        Raises
+        ------
+        ArgumentError
+            `tokens` is negative or `k` less than 1.
+        StateError
+            The pool is closed.
+
+        Examples
+        --------
+        >>> weight = np.zeros((8, 32, 64), np.float32)
+        >>> layer = moepool.ExpertStore.from_arrays(weight=weight, qtype="q8_0")[0]
+        >>> moepool.Pool(layer, slots=4).describe(1, 2)
+        'host: the pool is on the CPU'
+        """
+        return self._handle.describe(_count("tokens", tokens), _count("k", k))
+
     def stats(self) -> PoolStats:
         """Counts since the pool was made.
 

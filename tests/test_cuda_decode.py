@@ -743,3 +743,55 @@ def test_a_failed_call_is_no_step(cupy: Any, layer: moepool.Layer) -> None:
             with pytest.raises(moepool.ArgumentError):
                 ffn(**{"x": given[0], "ids": given[1], "weights": given[2]} | wrong)
         assert pool.stats() == before
+
+
+def test_a_pool_says_who_takes_a_step(cupy: Any, layer: moepool.Layer) -> None:
+    with moepool.Pool(layer, 3, device=DEVICE) as pool:
+        assert pool.describe(1, 4).startswith("device: gate/up ")
+        assert "16 tokens" in pool.describe(17, 4)
+        assert "prompt" in pool.describe(33, 4)
+        with pool.resolve([[0]]):
+            assert "while a route is open" in pool.describe(1, 4)
+    with moepool.Pool(layer, 3, device=DEVICE, miss="host") as pool:
+        assert pool.describe(1, 4).startswith("host: misses")
+
+
+@pytest.mark.parametrize("qtype", ["f32", "q8_0"])
+@pytest.mark.parametrize("k", [33, 200, 512])
+def test_many_places_of_one_token(qtype: str, k: int, cupy: Any) -> None:
+    """Taken by the device if its shared memory holds their sums, else by the host: the bytes are the same."""
+    layer = layer_of_types(qtype, qtype)
+    draw = cases.Stream("many places", qtype, str(k))
+    x = draw.bell((1, layer.matrices["gate"].columns)).astype(np.float32)
+    ids = (np.arange(k, dtype=np.int32) % (EXPERTS + 1) - 1)[None]
+    weights = draw.bell((1, k)).astype(np.float32)
+    with moepool.Pool(layer, EXPERTS, device=DEVICE) as pool, moepool.Pool(layer, EXPERTS) as law:
+        for what in ("cold", "hit"):
+            y = moepool.ExpertFFN(pool)(*map(cupy.asarray, (x, ids, weights)))
+            assert_same(get(y), moepool.ExpertFFN(law)(x, ids, weights), what)
+            assert_in_step(pool, law, what)
+
+
+def test_a_capture_outlives_what_else_happens_meanwhile(cupy: Any, layer: moepool.Layer) -> None:
+    """Stats of a pool whose steps no graph holds, and pools that are dropped, leave a capture whole."""
+    given = [cupy.asarray(array) for array in (SMALL.x(1), SMALL.ids(1), SMALL.router(1))]
+    out = cupy.empty_like(given[0])
+    other, dropped, pool = (moepool.Pool(layer, 3, device=DEVICE) for _ in range(3))
+    for one in (other, dropped, pool):
+        moepool.ExpertFFN(one)(*given)
+
+    def call() -> None:
+        moepool.ExpertFFN(pool)(*given, out=out)
+        assert other.stats().steps == 1
+        dropped.close()
+
+    stream = cupy.cuda.Stream(non_blocking=True)
+    cupy.cuda.Device().synchronize()
+    with stream:
+        graph = recorded(stream, call)
+        graph.launch(stream)
+        stream.synchronize()
+    with moepool.Pool(layer, 3) as law:
+        assert_same(get(out), moepool.ExpertFFN(law)(SMALL.x(1), SMALL.ids(1), SMALL.router(1)), "the replay")
+    other.close()
+    pool.close()

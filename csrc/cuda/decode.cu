@@ -86,9 +86,16 @@ const char *Decoder::refuses(const Layer &layer, int slots) {
 const char *Decoder::refuses(int64_t tokens, int64_t k) const {
     if (tokens < 1 || tokens > kMostDecodeTokens) return "a decode step on the device has 1 to 16 tokens";
     if (tokens * k > kMostDecodePlaces) return "a decode step on the device has at most 512 places";
-    if (!fits(layer_.matrices()[0], layer_.matrices()[2], tokens, k))
+    const OnDevice on(device_);
+    if (!configure_step(layer_.matrices()[0], layer_.matrices()[2], tokens, k).fits())
         return "the device has too little shared memory for so many places a token";
     return nullptr;
+}
+
+std::string Decoder::describe(int64_t tokens, int64_t k) const {
+    const OnDevice on(device_);
+    const StepConfig config = configure_step(layer_.matrices()[0], layer_.matrices()[2], tokens, k);
+    return "gate/up " + config.gate_up.text() + ", down " + config.down.text();
 }
 
 void Decoder::reserve(int64_t places) {

@@ -43,6 +43,7 @@ class Decoder : public DeviceSteps {
     // Why the device takes no step of this layer; NULL: it does.
     static const char *refuses(const Layer &layer, int slots);
     const char *refuses(int64_t tokens, int64_t k) const override;
+    std::string describe(int64_t tokens, int64_t k) const override;
     void run(const moepool_ids &ids, const moepool_rows &x, const void *weights, moepool_dtype weights_dtype,
              float *out, void *stream) override;
     void load(const Residency::Snapshot &residency) override;

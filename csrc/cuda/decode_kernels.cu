@@ -486,11 +486,10 @@ __global__ void combine_tiles(const Step step, int64_t columns) {
     float y = 0.0f;
 #pragma unroll 8
     for (int64_t place = token * step.k; place < (token + 1) * step.k; ++place) {
-        // Loaded for a skipped place too: without a branch all loads are in flight at once.
+        // No branch around the loads: those of all places are in flight at once.
         const int id = __ldcg(step.tables.ids + place);
-        const float row = __ldcg(step.rows + place * columns + column);
-        const float weight = widen(step.weights, step.weights_dtype, place);
-        const float next = num::mp_fma(weight, id < -1 ? num::nan() : row, y);
+        const float row = id >= 0 ? __ldcg(step.rows + place * columns + column) : num::nan();
+        const float next = num::mp_fma(widen(step.weights, step.weights_dtype, place), row, y);
         y = id == -1 ? y : next;
     }
     step.out[i] = num::finish(y);
@@ -586,11 +585,19 @@ void load_decode_kernels(const Matrix &matrix) {
     allow_shared(combine_tiles, 0);
 }
 
-bool fits(const Matrix &gate, const Matrix &down, int64_t tokens, int64_t k) {
+StepConfig configure_step(const Matrix &gate, const Matrix &down, int64_t tokens, int64_t k) {
+    return {kernels[gate.type_index].gate_up_config(Part(gate), tokens),
+            kernels[down.type_index].down_config(Part(down), tokens, k)};
+}
+
+bool StepConfig::fits() const {
     const int limit = most_shared_bytes() - kStaticShared;
-    const DecodeConfig first = kernels[gate.type_index].gate_up_config(Part(gate), tokens);
-    const DecodeConfig second = kernels[down.type_index].down_config(Part(down), tokens, k);
-    return first.shared_bytes <= limit && second.shared_bytes <= limit;
+    return gate_up.shared_bytes <= limit && down.shared_bytes <= limit;
+}
+
+std::string DecodeConfig::text() const {
+    return std::to_string(warps) + " warps a block, " + std::to_string(stages) + " panels each in flight, " +
+           std::to_string(shared_bytes) + " bytes of shared memory";
 }
 
 void gate_up(const Matrix &gate, const Matrix &up, const Step &step, const ResolveArguments &arguments,

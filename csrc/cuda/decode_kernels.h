@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <string>
 
 #include "cuda/resolve.h"
 #include "store/store.h"
@@ -16,12 +17,18 @@ struct DecodeConfig {
     int warps;         // of a block
     int stages;        // panels that a warp has in flight
     int shared_bytes;  // of a block
+    std::string text() const;
+};
+
+struct StepConfig {
+    DecodeConfig gate_up, down;
+    // Whether the current device has the shared memory.
+    bool fits() const;
 };
 
 // Loads the kernels of a matrix' type, so that no capture meets one that is not loaded.
 void load_decode_kernels(const Matrix &matrix);
-// Whether the device has the shared memory for steps of this shape.
-bool fits(const Matrix &gate, const Matrix &down, int64_t tokens, int64_t k);
+StepConfig configure_step(const Matrix &gate, const Matrix &down, int64_t tokens, int64_t k);
 // Of a single token this resolves too.
 void gate_up(const Matrix &gate, const Matrix &up, const Step &step, const ResolveArguments &arguments,
              cudaStream_t stream);

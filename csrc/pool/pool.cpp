@@ -209,6 +209,17 @@ bool Pool::ffn_on_device(const moepool_ids &ids, moepool_phase phase, const moep
     return true;
 }
 
+std::string Pool::describe(int64_t tokens, int64_t k) {
+    if (device_ == MOEPOOL_CPU) return "host: the pool is on the CPU";
+    if (miss_ != MOEPOOL_MISS_STREAM) return "host: misses are computed on the CPU";
+    if (is_prompt(tokens, MOEPOOL_PHASE_AUTO)) return "host: a prompt, of more than prompt_tokens tokens";
+    const std::lock_guard<std::mutex> lock(mutex_);
+    DeviceSteps *steps = slots_->device_steps(policy_, admit_);
+    if (!steps) return "host: not all records are page-locked, or gate and up differ in type, or it is no FFN";
+    if (const char *why = steps->refuses(tokens, k)) return std::string("host: ") + why;
+    return "device: " + steps->describe(tokens, k) + (open_routes_ ? "; but the host while a route is open" : "");
+}
+
 std::unique_ptr<Route> Pool::resolve(const moepool_ids &ids, moepool_phase phase, void *stream) {
     const bool prompt = is_prompt(ids.tokens, phase);
     backend_.require_host(stream, "resolving ids");

@@ -22,6 +22,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
     // The whole layer for one step.
     void ffn(const moepool_ids &ids, moepool_phase phase, const moepool_rows &x, const void *weights,
              moepool_dtype weights_dtype, float *out, void *stream);
+    // Who takes a step of this shape by ffn, in words.
+    std::string describe(int64_t tokens, int64_t k);
     // Ends a route's lease.
     void release(const Route &route);
 

@@ -54,6 +54,8 @@ ARCH_WITHOUT_GPU = "90"
 # The instruction set of a file, by its stem. Such a file holds nothing with external linkage but its kernel
 # table: the linker could pick its copy of a shared inline function for callers that run on every machine.
 ISA_FLAGS = {
+    "kernels_avx2": "-mavx2 -mfma -mf16c",
+    "kernels_avxvnni": "-mavxvnni -mavx2 -mfma -mf16c",
     "kernels_avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx2 -mfma -mf16c",
 }
 

@@ -260,6 +260,11 @@ class PoolHandle(Handle):
         check(lib.moepool_pool_create(store.pointer, settings, out))
         super().__init__(out[0], lib.moepool_pool_destroy)
 
+    def describe(self, tokens: int, k: int) -> str:
+        text = ffi.new("char[]", 512)
+        check(lib.moepool_pool_describe(self.pointer, tokens, k, text, 512))
+        return _text(text)
+
     def stats(self) -> dict[str, int]:
         """The fields of moepool_pool_stats."""
         stats = ffi.new("moepool_pool_stats *")
