@@ -1,6 +1,8 @@
 // The residency law's step, taken by one thread block.
 #pragma once
 
+#include <cstdint>
+
 #include "cuda/resolve.h"
 #include "pool/route.h"
 
@@ -37,7 +39,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     int *inside = missing + experts;                         // by slot: its expert
     int *victims = inside + a.slots;
     int *id = victims + a.slots;  // by place
-    __shared__ int hits, misses, tiles;
+    __shared__ int4 warp_counts[32];
     __shared__ unsigned long long evictions, bad;  // bad: the first place out of range
 
     const int thread = blockDim.x * threadIdx.y + threadIdx.x, threads = blockDim.x * blockDim.y, lane = thread % 32;
@@ -64,47 +66,63 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     }
     __syncthreads();
 
-    // One warp walks the experts in rising order: hits, the missing, and where each one's places and tiles begin.
-    if (thread < 32) {
-        int hit = 0, miss = 0, place = 0, cut = 0;
-        for (int base = 0; base < experts; base += 32) {
-            const int e = base + lane;
-            const int n = e < experts ? count[e] : 0;
-            const bool absent = n > 0 && slot[e] < 0;
-            const unsigned absentees = __ballot_sync(~0u, absent);
-            if (absent) missing[miss + __popc(absentees & ((1u << lane) - 1))] = e;
-            miss += __popc(absentees);
-            hit += __popc(__ballot_sync(~0u, n > 0 && slot[e] >= 0));
-            const int tiles_here = (n + kMostDecodeTokens - 1) / kMostDecodeTokens;
-            const int places_up_to = warp_inclusive_sum(n, lane), tiles_up_to = warp_inclusive_sum(tiles_here, lane);
-            if (e < experts) {
-                first[e] = place + places_up_to - n;
-                tile[e] = cut + tiles_up_to - tiles_here;
-            }
-            place += __shfl_sync(~0u, places_up_to, 31);
-            cut += __shfl_sync(~0u, tiles_up_to, 31);
+    // In rising order of the experts: hits, the missing, and, for more tokens, where each one's places and tiles begin.
+    // A warp counts 32 of them; what the warps in front have counted is added behind a barrier.
+    int hits = 0, misses = 0, tiles = 0, placed = 0;  // of the experts before this round
+    for (int base = 0; base < experts; base += threads) {
+        const int e = base + thread, warp = thread / 32;
+        const int n = e < experts ? count[e] : 0;
+        const bool absent = n > 0 && slot[e] < 0;
+        const unsigned absentees = __ballot_sync(~0u, absent), present = __ballot_sync(~0u, n > 0 && !absent);
+        const int tiles_here = (n + kMostDecodeTokens - 1) / kMostDecodeTokens;
+        int places_up_to = 0, tiles_up_to = 0;
+        if (!single) {
+            places_up_to = warp_inclusive_sum(n, lane);
+            tiles_up_to = warp_inclusive_sum(tiles_here, lane);
         }
-        if (lane == 0) hits = hit, misses = miss, tiles = cut;
+        if (lane == 31) warp_counts[warp] = {__popc(present), __popc(absentees), places_up_to, tiles_up_to};
+        __syncthreads();
+        int miss = misses, place = placed, cut = tiles;
+        for (int w = 0; w < threads / 32; ++w) {
+            const int4 counted = warp_counts[w];
+            hits += counted.x;
+            misses += counted.y;
+            placed += counted.z;
+            tiles += counted.w;
+            if (w >= warp) continue;
+            miss += counted.y;
+            place += counted.z;
+            cut += counted.w;
+        }
+        if (absent) missing[miss + __popc(absentees & ((1u << lane) - 1))] = e;
+        if (e < experts) {
+            first[e] = place + places_up_to - n;
+            tile[e] = cut + tiles_up_to - tiles_here;
+        }
+        __syncthreads();
     }
-    __syncthreads();
 
     const bool bypass = hits + misses > a.slots;
     const int64_t tick = tick_before + (hits + misses > 0);
     int admitted = 0;
     if (!bypass && !a.static_policy && misses > 0) {
         admitted = a.admit < 0 ? misses : min(misses, a.admit);
-        // A slot's rank among the victims, in rising (stamp, slot): the law's order.
+        // A slot's rank among the victims, in rising (stamp, slot): the law's order. An empty slot's stamp is 0.
         int available = 0;
-        for (int s = 0; s < a.slots; ++s) available += inside[s] < 0 || count[inside[s]] == 0;
+        for (int base = 0; base < a.slots; base += threads) {
+            const int s = base + thread;
+            const bool victim = s < a.slots && (inside[s] < 0 || count[inside[s]] == 0);
+            if (s < a.slots) stamps[s] = !victim ? INT64_MAX : inside[s] < 0 ? 0 : stamps[s];
+            available += __syncthreads_count(victim);
+        }
         admitted = min(admitted, available);
         for (int s = thread; s < a.slots; s += threads) {
-            if (inside[s] >= 0 && count[inside[s]] > 0) continue;
+            const int64_t mine = stamps[s];
+            if (mine == INT64_MAX) continue;
             int rank = 0;
-            for (int other = 0; other < a.slots; ++other) {
-                const bool candidate = inside[other] < 0 || count[inside[other]] == 0;
-                const int64_t mine = inside[s] < 0 ? 0 : stamps[s], its = inside[other] < 0 ? 0 : stamps[other];
-                rank += candidate && (its < mine || (its == mine && other < s));
-            }
+#pragma unroll 8
+            for (int other = 0; other < a.slots; ++other)
+                rank += stamps[other] < mine || (stamps[other] == mine && other < s);
             if (rank < admitted) victims[rank] = s;
         }
         __syncthreads();
@@ -159,14 +177,18 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         *tables.tile_count = single ? places : tiles;
         a.state->tick = tick;
         DeviceSteps::Counts &counts = a.state->counts;
+        // Atomic, so that nobody waits for the sums.
+        const auto count_up = [](int64_t &total, int64_t by) {
+            atomicAdd(reinterpret_cast<unsigned long long *>(&total), static_cast<unsigned long long>(by));
+        };
         if (hits + misses > 0) {
-            ++counts.steps;
-            counts.bypasses += bypass;
-            counts.hits += hits;
-            counts.misses += misses;
-            counts.evictions += static_cast<int64_t>(evictions);
-            counts.admissions += admitted;
-            counts.in_place += misses - admitted;
+            count_up(counts.steps, 1);
+            count_up(counts.bypasses, bypass);
+            count_up(counts.hits, hits);
+            count_up(counts.misses, misses);
+            count_up(counts.evictions, static_cast<int64_t>(evictions));
+            count_up(counts.admissions, admitted);
+            count_up(counts.in_place, misses - admitted);
         }
         volatile DeviceSteps::BadId *told = a.bad_id;
         if (bad != ~0ull && told->place < 0) {
