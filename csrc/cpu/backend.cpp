@@ -17,14 +17,15 @@ namespace moepool {
 
 namespace {
 
-constexpr int kBatch = 16;              // activation rows that one item multiplies before it writes
 constexpr int64_t kSliceTokens = 512;   // tokens that ffn keeps intermediate rows for
 constexpr int64_t kElements = 1 << 14;  // of an elementwise op in one item
 
 class CpuSlots : public Slots {
-public:
+  public:
     CpuSlots(const Layer &layer, int count)
-        : count_(count), record_bytes_(layer.record_bytes()), memory_(count ? new Pages(count * record_bytes_) : nullptr) {}
+        : count_(count),
+          record_bytes_(layer.record_bytes()),
+          memory_(count ? new Pages(count * record_bytes_) : nullptr) {}
     int count() const override { return count_; }
     int64_t bytes() const override { return count_ * record_bytes_; }
     const uint8_t *slot(int index) const override { return memory_->data() + index * record_bytes_; }
@@ -38,7 +39,7 @@ public:
         });
     }
 
-private:
+  private:
     const int count_;
     const int64_t record_bytes_;
     const std::unique_ptr<Pages> memory_;
@@ -71,44 +72,50 @@ struct Slice {
     }
 };
 
+bool is_quantised(const Matrix &m) { return m.type().block > 1; }
+
+// Rows of one row group of an expert's matrix for the activations of up to kMostRows places.
+struct Tile {
+    float rows[kMostRows][kPanelRows];
+
+    void multiply(const Matrix &m, const uint8_t *record, int64_t row_group, const Activation *activations, int count) {
+        const auto floats = [&](int64_t at) { return at < 0 ? nullptr : reinterpret_cast<const float *>(record + at); };
+        const float *bias = floats(m.bias);
+        kernels().panel[m.type_index]({reinterpret_cast<const uint32_t *>(record + m.panels + row_group * m.row_group),
+                                       m.columns, floats(m.scale), bias ? bias + row_group * kPanelRows : nullptr,
+                                       count, activations, rows});
+    }
+};
+
+// Calls body(group, row group, places of the slice, their number) for every row group of each group's expert, at most
+// kMostRows places at once.
+template <class Body>
+void each_tile(const Slice &slice, const std::vector<Route::Group> &groups, int64_t row_groups, const Body &body) {
+    const int64_t base = slice.first * slice.route.k();
+    parallel_for(static_cast<int64_t>(groups.size()) * row_groups, [&](int64_t item) {
+        const Route::Group &group = groups[static_cast<size_t>(item / row_groups)];
+        const int32_t *order = slice.route.order().data() + group.first;
+        for (int64_t done = 0; done < group.count; done += kMostRows) {
+            int64_t places[kMostRows];
+            const int count = static_cast<int>(std::min<int64_t>(kMostRows, group.count - done));
+            for (int i = 0; i < count; ++i) places[i] = order[done + i] - base;
+            body(group, item % row_groups, places, count);
+        }
+    });
+}
+
 // out (places of the slice, rows) of one matrix for the given experts. `of` gives the activation row of a place.
 template <class Of>
 void multiply(const Slice &slice, const std::vector<Route::Group> &groups, const Matrix &m, const Of &of, float *out) {
-    const KernelSet &set = kernels();
-    const int64_t row_groups = m.row_groups();
-    const int64_t base = slice.first * slice.route.k();
-    const int32_t *order = slice.route.order().data();
-    parallel_for(static_cast<int64_t>(groups.size()) * row_groups, [&](int64_t item) {
-        const Route::Group &group = groups[static_cast<size_t>(item / row_groups)];
-        const int64_t row = item % row_groups * kPanelRows;
-        const int rows = static_cast<int>(std::min<int64_t>(kPanelRows, m.rows - row));
-        const float *bias = m.bias < 0 ? nullptr : reinterpret_cast<const float *>(group.record + m.bias) + row;
-        const float *scale = m.scale < 0 ? nullptr : reinterpret_cast<const float *>(group.record + m.scale);
-        for (int64_t done = 0; done < group.count; done += kBatch) {
-            const int count = static_cast<int>(std::min<int64_t>(kBatch, group.count - done));
-            Activation activations[kBatch];
-            const Activation *pointers[kBatch];
-            float sums[kBatch][kPanelRows];
-            float *targets[kBatch];
-            for (int i = 0; i < count; ++i) {
-                activations[i] = of(order[group.first + done + i] - base);
-                pointers[i] = &activations[i];
-                targets[i] = sums[i];
-            }
-            set.panel[m.type_index]({reinterpret_cast<const uint32_t *>(group.record + m.panels +
-                                                                        item % row_groups * m.row_group),
-                                     m.columns, count, pointers, targets});
-            for (int i = 0; i < count; ++i) {
-                float *y = out + (order[group.first + done + i] - base) * m.rows + row;
-                for (int r = 0; r < rows; ++r) {
-                    float t = sums[i][r];
-                    if (scale) t = num::mp_mul(t, *scale);
-                    if (bias) t = num::mp_add(t, bias[r]);
-                    y[r] = num::finish(t);
-                }
-            }
-        }
-    });
+    each_tile(slice, groups, m.row_groups(),
+              [&](const Route::Group &group, int64_t r, const int64_t *places, int count) {
+                  Activation activations[kMostRows];
+                  for (int i = 0; i < count; ++i) activations[i] = of(places[i]);
+                  Tile tile;
+                  tile.multiply(m, group.record, r, activations, count);
+                  const int64_t row = r * kPanelRows, rows = std::min<int64_t>(kPanelRows, m.rows - row);
+                  for (int i = 0; i < count; ++i) std::copy_n(tile.rows[i], rows, out + places[i] * m.rows + row);
+              });
 }
 
 // Sets the rows of all places that no group computes to +0.
@@ -116,13 +123,11 @@ void clear_others(const Slice &slice, const std::vector<Route::Group> &groups, i
     std::vector<bool> computed(static_cast<size_t>(slice.places()), false);
     for (const Route::Group &group : groups)
         for (int64_t i = group.first; i < group.first + group.count; ++i)
-            computed[static_cast<size_t>(slice.route.order()[static_cast<size_t>(i)] -
-                                         slice.first * slice.route.k())] = true;
+            computed[static_cast<size_t>(slice.route.order()[static_cast<size_t>(i)] - slice.first * slice.route.k())] =
+                true;
     for (int64_t place = 0; place < slice.places(); ++place)
         if (!computed[static_cast<size_t>(place)]) std::fill_n(out + place * columns, columns, 0.0f);
 }
-
-bool is_quantised(const Matrix &m) { return m.type().block > 1; }
 
 template <class Body>
 void elementwise(int64_t count, const Body &body) {
@@ -130,48 +135,35 @@ void elementwise(int64_t count, const Body &body) {
                  [&](int64_t i) { body(i * kElements, std::min(kElements, count - i * kElements)); });
 }
 
-// Rows of gate, up and down for the tokens of one slice.
-struct ChainBuffers {
-    std::unique_ptr<float[]> gate, up, down;
-    ChainBuffers(int64_t places, const Layer &layer)
-        : gate(new float[static_cast<size_t>(places * layer.matrices()[0].rows)]),
-          up(new float[static_cast<size_t>(places * layer.matrices()[1].rows)]),
-          down(new float[static_cast<size_t>(places * layer.matrices()[2].rows)]) {}
-};
-
 // gate, up, swiglu, down for the groups: out (places of the slice, rows of down). Rows of other places are not written.
-void chain(const Slice &slice, const std::vector<Route::Group> &groups, const moepool_rows &x, ChainBuffers &buffers,
-           float *out) {
+void chain(const Slice &slice, const std::vector<Route::Group> &groups, const moepool_rows &x, float *out) {
     const std::vector<Matrix> &matrices = slice.route.pool().layer().matrices();
     const Matrix &gate = matrices[0], &up = matrices[1], &down = matrices[2];
     const int64_t k = slice.route.k(), per_row = x.per_place ? 1 : k;
-    const ActivationRows rows(x, slice.first * k / per_row, slice.places() / per_row, gate.columns,
-                              is_quantised(gate) || is_quantised(up));
-    const auto input = [&](int64_t place) { return rows[place / per_row]; };
-    float *g = buffers.gate.get(), *u = buffers.up.get();
-    multiply(slice, groups, gate, input, g);
-    multiply(slice, groups, up, input, u);
-    // Rows of skipped places are neither written above nor read below.
-    std::vector<int64_t> places;
-    for (const Route::Group &group : groups)
-        for (int64_t i = group.first; i < group.first + group.count; ++i)
-            places.push_back(slice.route.order()[static_cast<size_t>(i)] - slice.first * k);
-    parallel_for(static_cast<int64_t>(places.size()), [&](int64_t i) {
-        const int64_t at = places[static_cast<size_t>(i)] * gate.rows;
-        kernels().swiglu(g + at, u + at, g + at, gate.rows);
-    });
-    const ActivationRows hidden({g, MOEPOOL_F32, 1}, 0, slice.places(), down.columns, is_quantised(down));
+    const ActivationRows input(x, slice.first * k / per_row, slice.places() / per_row, gate.columns,
+                               !is_quantised(gate) || !is_quantised(up), is_quantised(gate) || is_quantised(up));
+    // A row group of gate and up is a block of the hidden row, so one item takes both to a piece of down's activations.
+    ActivationRows hidden(slice.places(), down.columns, !is_quantised(down), is_quantised(down));
+    each_tile(slice, groups, gate.row_groups(),
+              [&](const Route::Group &group, int64_t r, const int64_t *places, int count) {
+                  Activation activations[kMostRows];
+                  for (int i = 0; i < count; ++i) activations[i] = input[places[i] / per_row];
+                  Tile g, u;
+                  g.multiply(gate, group.record, r, activations, count);
+                  u.multiply(up, group.record, r, activations, count);
+                  kernels().swiglu(*g.rows, *u.rows, *g.rows, int64_t{count} * kPanelRows);
+                  const int64_t row = r * kPanelRows, rows = std::min<int64_t>(kPanelRows, gate.rows - row);
+                  for (int i = 0; i < count; ++i) hidden.put(places[i], row, rows, g.rows[i]);
+              });
     multiply(slice, groups, down, [&](int64_t place) { return hidden[place]; }, out);
 }
 
-// Calls body(slice, its groups, buffers for its rows) for slices of the route's tokens, so that no prompt is too long.
+// Calls body(slice, its groups) for slices of the route's tokens, so that no prompt is too long.
 template <class Body>
 void each_slice(const Route &route, moepool_half half, const Body &body) {
-    const int64_t tokens = std::min(kSliceTokens, route.tokens());
-    ChainBuffers buffers(tokens * route.k(), route.pool().layer());
-    for (int64_t first = 0; first < route.tokens(); first += tokens) {
-        const Slice slice{route, first, std::min(route.tokens(), first + tokens), half};
-        body(slice, slice.groups(), buffers);
+    for (int64_t first = 0; first < route.tokens(); first += kSliceTokens) {
+        const Slice slice{route, first, std::min(route.tokens(), first + kSliceTokens), half};
+        body(slice, slice.groups());
     }
 }
 
@@ -191,7 +183,7 @@ void combine_slice(const Slice &slice, int64_t columns, const float *rows, const
 }
 
 class CpuBackend : public Backend {
-public:
+  public:
     std::unique_ptr<Slots> make_slots(const Layer &layer, int count, int64_t) const override {
         return std::make_unique<CpuSlots>(layer, count);
     }
@@ -208,16 +200,18 @@ public:
         const std::vector<Route::Group> groups = slice.groups();
         clear_others(slice, groups, m.rows, out);
         const int64_t per_row = x.per_place ? 1 : route.k();
-        const ActivationRows rows(x, 0, slice.places() / per_row, m.columns, is_quantised(m));
+        const ActivationRows rows(x, 0, slice.places() / per_row, m.columns, !is_quantised(m), is_quantised(m));
         multiply(slice, groups, m, [&](int64_t place) { return rows[place / per_row]; }, out);
     }
 
     void ffn(const Route &route, const moepool_rows &x, const void *weights, moepool_dtype weights_dtype, float *out,
              void *) const override {
         const int64_t columns = route.pool().layer().matrices()[2].rows;
-        each_slice(route, MOEPOOL_ALL, [&](const Slice &slice, const auto &groups, ChainBuffers &buffers) {
-            chain(slice, groups, x, buffers, buffers.down.get());
-            combine_slice(slice, columns, buffers.down.get(), weights, weights_dtype, out + slice.first * columns);
+        const int64_t places = std::min(kSliceTokens, route.tokens()) * route.k();
+        const std::unique_ptr<float[]> rows(new float[static_cast<size_t>(places * columns)]);
+        each_slice(route, MOEPOOL_ALL, [&](const Slice &slice, const auto &groups) {
+            chain(slice, groups, x, rows.get());
+            combine_slice(slice, columns, rows.get(), weights, weights_dtype, out + slice.first * columns);
         });
     }
 
@@ -244,10 +238,10 @@ const Backend &cpu_backend() {
 
 void cpu_cold_chain(const Route &route, const moepool_rows &x, float *out) {
     const int64_t columns = route.pool().layer().matrices()[2].rows;
-    each_slice(route, MOEPOOL_COLD, [&](const Slice &slice, const auto &groups, ChainBuffers &buffers) {
+    each_slice(route, MOEPOOL_COLD, [&](const Slice &slice, const auto &groups) {
         float *rows = out + slice.first * route.k() * columns;
         clear_others(slice, groups, columns, rows);
-        chain(slice, groups, x, buffers, rows);
+        chain(slice, groups, x, rows);
     });
 }
 

@@ -12,6 +12,8 @@ namespace {
 const KernelSet *const sets[] = {
     &kPortableKernels,
 #if defined(__x86_64__)
+    &kAvx2Kernels,
+    &kAvxVnniKernels,
     &kAvx512Kernels,
 #endif
 };

@@ -7,30 +7,42 @@
 
 namespace moepool {
 
-// One activation row: as floats for the float types, else quantised by blocks of 32 columns (numerics.md section 1).
+constexpr int kChunkBlocks = kChunkColumns / kBlockColumns;
+
+// 256 columns of a quantised activation row (numerics.md section 1), in one piece so that a kernel has one pointer a
+// row.
+struct alignas(64) ActivationChunk {
+    int8_t q[kChunkColumns];
+    float d[kChunkBlocks];          // a block: the scale,
+    float e[kChunkBlocks];          // fl(d * float(sum of the codes)),
+    int32_t sums[2][kChunkBlocks];  // and the sums of its first and of its last 16 codes
+};
+
+// One activation row as a matrix reads it: of a float type as floats, else quantised.
 struct Activation {
     const float *x;
-    const int8_t *q;        // the codes, a column each
-    const float *d;         // a block: the scale,
-    const float *e;         // fl(d * float(sum of the codes)),
-    const int32_t *sums;    // and the sums of its first and its last 16 codes
+    const ActivationChunk *chunks;
 };
+
+constexpr int kMostRows = 32;  // activation rows of one PanelJob
 
 // One row group of one matrix, times some activation rows.
 struct PanelJob {
     const uint32_t *panels;
     int64_t columns;
-    int count;
-    const Activation *const *rows;  // count of them
-    float *const *out;              // count pointers to kPanelRows floats: the sum over chunks, numerics.md section 3
+    const float *scale;  // of the expert, or NULL
+    const float *bias;   // kPanelRows of them, or NULL
+    int count;           // 1 .. kMostRows
+    const Activation *rows;
+    float (*out)[kPanelRows];  // a row of numerics.md section 3 for each activation row
 };
 
 struct KernelSet {
     const char *name;
     bool (*usable)();
     void (*panel[kTypeCount])(const PanelJob &job);
-    // The quantised parts of an Activation; columns is a multiple of 32.
-    void (*quantise)(const float *x, int64_t columns, int8_t *q, float *d, float *e, int32_t *sums);
+    // Quantises `count` blocks of 32 floats, the first of which is block `first` of the row.
+    void (*quantise)(const float *x, int64_t first, int64_t count, ActivationChunk *row);
     void (*swiglu)(const float *gate, const float *up, float *out, int64_t count);
     void (*add)(const float *a, const float *b, float *out, int64_t count);
     // y = fma(weight, row, y), and the last step of section 5.
@@ -41,6 +53,8 @@ struct KernelSet {
 // In rising order of preference.
 extern const KernelSet kPortableKernels;
 #if defined(__x86_64__)
+extern const KernelSet kAvx2Kernels;
+extern const KernelSet kAvxVnniKernels;
 extern const KernelSet kAvx512Kernels;
 #endif
 

@@ -14,12 +14,12 @@ namespace {
 struct Avx512 {
     typedef uint32_t W __attribute__((vector_size(64)));
     typedef float F __attribute__((vector_size(64)));
-    typedef int32_t I __attribute__((vector_size(64)));
-    static constexpr int kLanes = 16;
+    static constexpr int kLanes = 16, kSide = 2;
 
     static W load(const uint32_t *p) { return (W)_mm512_loadu_si512(p); }
     static void store(float *p, F f) { _mm512_storeu_ps(p, (__m512)f); }
     static F broadcast(float f) { return (F)_mm512_set1_ps(f); }
+    static W splat(int32_t i) { return (W)_mm512_set1_epi32(i); }
     static F to_float(W w) { return (F)_mm512_cvtepi32_ps((__m512i)w); }
     static F as_float(W w) { return (F)w; }
     static F half(W w) { return (F)_mm512_cvtph_ps(_mm512_cvtepi32_epi16((__m512i)w)); }
@@ -30,10 +30,17 @@ struct Avx512 {
                                              static_cast<int>(Table::words[2]), static_cast<int>(Table::words[3]));
         return (W)_mm512_shuffle_epi8(_mm512_broadcast_i32x4(table), (__m512i)w);
     }
-    static W dot(W a, W u, const int8_t *q) {
-        int four;
-        __builtin_memcpy(&four, q, sizeof four);
-        return (W)_mm512_dpbusd_epi32((__m512i)a, (__m512i)u, _mm512_set1_epi32(four));
+    static constexpr int zero(int) { return 0; }
+    template <int, int kFirst, int kWords>
+    static void dot(W (&a)[kSide], const W (&u)[kSide][8], const int8_t *q) {
+#pragma GCC unroll 8
+        for (int i = kFirst; i < kFirst + kWords; ++i) {
+            int four;
+            __builtin_memcpy(&four, q + 4 * i, sizeof four);
+            const __m512i columns = _mm512_set1_epi32(four);
+            a[0] = (W)_mm512_dpbusd_epi32((__m512i)a[0], (__m512i)u[0][i], columns);
+            a[1] = (W)_mm512_dpbusd_epi32((__m512i)a[1], (__m512i)u[1][i], columns);
+        }
     }
 };
 

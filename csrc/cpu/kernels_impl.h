@@ -1,6 +1,14 @@
-// The kernels, once, over the lanes L of a processor (quant/decode.h). Included by the kernels_*.cpp, each compiled for
-// its instruction set; L is in an unnamed namespace there, so nothing of this is shared between them. For the same
-// reason nothing of the standard library is used here.
+// The kernels, once, over the lanes L of a processor. Included by the kernels_*.cpp, each compiled for its instruction
+// set; L is in an unnamed namespace there, so nothing of this is shared between them. For the same reason nothing of
+// the standard library is used here.
+//
+// Beside what quant/decode.h asks of it, L has
+//   store(p, f)              lane by lane
+//   broadcast(x)             a float in all lanes
+//   splat(x)                 an int32 in all lanes
+//   dot<kMost, n>(a, u, q)   a + the sum over n words of u, bytes up to kMost, of each byte less zero(kMost) times its
+//                            column's q, -127 .. 127
+//   zero(most)               the code that counts as zero there
 #pragma once
 
 #include "cpu/kernels.h"
@@ -9,64 +17,142 @@
 
 namespace moepool {
 
-// kBatch activation rows at once: the codes of a block are decoded once for all of them.
-template <class T, class L, int kBatch>
-void multiply_blocks(const PanelJob &job, int first) {
+// The steps of section 3 behind the sum over chunks.
+template <class L>
+void finish_rows(const PanelJob &job) {
+    for (int t = 0; t < job.count; ++t) {
+        float *y = job.out[t];
+        if (job.scale)
+            for (int r = 0; r < kPanelRows; ++r) y[r] = num::mp_mul(y[r], *job.scale);
+        if (job.bias)
+            for (int r = 0; r < kPanelRows; ++r) y[r] = num::mp_add(y[r], job.bias[r]);
+        for (int r = 0; r < kPanelRows; ++r) y[r] = num::finish(y[r]);
+    }
+}
+
+// Panels are read one after another, but the words of one not quite in their order, which spoils the processor's own
+// prefetching. So every step of a panel asks for the next few lines of the panel after the next. What the processor
+// does better is a last segment of pages, read for few activations: then only what lies before that segment is asked
+// for.
+template <class T, int kSteps>
+struct Prefetch {
+    static constexpr int kLineWords = 16;
+    static constexpr int kWords = T::info.panel_words(kChunkColumns) * kPanelRows;
+    static constexpr int kFirst = T::info.word(1, kChunkColumns / T::info.block) * kPanelRows;
+    static constexpr bool kPages = (kWords - kFirst) * 4 >= 8192;
+    static constexpr int kLines = (kWords / kLineWords + kSteps - 1) / kSteps;
+    const uint32_t *panel;
+    const bool ahead;
+
+    MOEPOOL_INLINE Prefetch(const uint32_t *panel, int activations) : panel(panel), ahead(!kPages || activations > 3) {
+        if (!ahead)
+            for (int word = 0; word < kFirst; word += kLineWords) __builtin_prefetch(panel + word);
+    }
+    // Part 0 .. 7 of a step. The compiler keeps the order of loads before and after it.
+    MOEPOOL_INLINE void operator()(int step, int part) const {
+        if (ahead) {
+            const uint32_t *line = panel + 2 * kWords + step * kLines * kLineWords;
+#pragma GCC unroll 4
+            for (int i = kLines * part / 8; i < kLines * (part + 1) / 8; ++i)
+                __builtin_prefetch(line + i * kLineWords, 0, 2);
+        }
+        asm volatile("" ::: "memory");
+    }
+};
+
+// The activations are the innermost loop: the codes of a block are decoded once, into registers, for all of them.
+template <class T, class L>
+void multiply_blocks(const PanelJob &job) {
     using W = typename L::W;
     using F = typename L::F;
     constexpr Form kForm = Decode<T>::kForm;
     constexpr bool kSub = kForm == Form::kSubScale || kForm == Form::kAffineSub;
-    constexpr int kGroups = kPanelRows / L::kLanes;
+    constexpr int kMost = Decode<T>::kMostCode;
+    constexpr int kOffset = Decode<T>::kOffset - L::zero(kMost);
+    constexpr int kSide = L::kSide;
+    constexpr int kGroups = kPanelRows / (L::kLanes * kSide);
     constexpr int kPanelWords = T::info.panel_words(kChunkColumns) * kPanelRows;
 
-    F total[kGroups][kBatch] = {};  // +0 + acc_0 is acc_0, but for a -0, which no output keeps
+    F total[kGroups][kMostRows][kSide];  // +0 + acc_0 is acc_0, but for a -0, which no output keeps
+    for (int g = 0; g < kGroups; ++g)
+        for (int t = 0; t < job.count; ++t)
+            for (int i = 0; i < kSide; ++i) total[g][t][i] = F{};
     const uint32_t *words = job.panels;
-    int64_t block = 0;  // of the activations
-    for (int64_t column = 0; column < job.columns; column += kChunkColumns, words += kPanelWords) {
-        const int64_t left = job.columns - column;
-        const int width = left < kChunkColumns ? static_cast<int>(left) : kChunkColumns;
-        F sum[kGroups][kBatch] = {};
-        for (int b = 0; b < width / kBlockColumns; ++b, ++block) {
-            for (int g = 0; g < kGroups; ++g) {
-                const Panel<L> panel{words + g * L::kLanes, width / T::info.block};
-                Scales<L> s;
-                Decode<T>::scales(panel, b, s);
-                W codes[8];
-#pragma GCC unroll 8
-                for (int i = 0; i < 8; ++i) codes[i] = Decode<T>::codes(panel, b, i);
-#pragma GCC unroll 8
-                for (int t = 0; t < kBatch; ++t) {
-                    const Activation &a = *job.rows[first + t];
-                    const int8_t *q = a.q + block * kBlockColumns;
-                    const uint32_t sum0 = static_cast<uint32_t>(a.sums[2 * block]);
-                    const uint32_t sum1 = static_cast<uint32_t>(a.sums[2 * block + 1]);
-                    W low = {}, high = {};
-#pragma GCC unroll 4
-                    for (int i = 0; i < 4; ++i) {
-                        low = L::dot(low, codes[i], q + 4 * i);
-                        high = L::dot(high, codes[4 + i], q + 16 + 4 * i);
-                    }
-                    W whole;
-                    if constexpr (kSub) {
-                        whole = s.s0 * (low - Decode<T>::kOffset * sum0) + s.s1 * (high - Decode<T>::kOffset * sum1);
-                    } else {
-                        whole = low + high - Decode<T>::kOffset * (sum0 + sum1);
-                    }
-                    F &acc = sum[g][t];
-                    acc = L::fma(s.c * a.d[block], L::to_float(whole), acc);
-                    if constexpr (kForm == Form::kAffine) {
-                        acc = L::fma(-s.m, L::broadcast(a.e[block]), acc);
-                    } else if constexpr (kForm == Form::kAffineSub) {
-                        acc = L::fma(-s.m, a.d[block] * L::to_float(s.m0 * sum0 + s.m1 * sum1), acc);
-                    }
-                }
+    for (int64_t chunk = 0; chunk * kChunkColumns < job.columns; ++chunk, words += kPanelWords) {
+        const int64_t left = job.columns - chunk * kChunkColumns;
+        const int width =
+            T::info.block < kChunkColumns && left < kChunkColumns ? static_cast<int>(left) : kChunkColumns;
+        const Prefetch<T, kGroups * kChunkBlocks> prefetch(words, job.count);
+        // What the sums of a block begin with: it takes the offset back.
+        int32_t start[kMostRows][2][kChunkBlocks];
+        for (int t = 0; t < job.count; ++t) {
+            const ActivationChunk &a = job.rows[t].chunks[chunk];
+            for (int b = 0; b < width / kBlockColumns; ++b) {
+                start[t][0][b] = -kOffset * (kSub ? a.sums[0][b] : a.sums[0][b] + a.sums[1][b]);
+                start[t][1][b] = -kOffset * a.sums[1][b];
             }
         }
-        for (int g = 0; g < kGroups; ++g)
-            for (int t = 0; t < kBatch; ++t) total[g][t] = total[g][t] + sum[g][t];
+        for (int g = 0; g < kGroups; ++g) {
+            F sum[kMostRows][kSide];
+            for (int t = 0; t < job.count; ++t)
+                for (int i = 0; i < kSide; ++i) sum[t][i] = F{};
+            const auto panel = [&](int i) {
+                return Panel<L>{words + (g * kSide + i) * L::kLanes, width / T::info.block};
+            };
+            const auto add_block = [&](int b) __attribute__((always_inline)) {
+                Scales<L> s[kSide];
+                W codes[kSide][8];
+#pragma GCC unroll 2
+                for (int i = 0; i < kSide; ++i) Decode<T>::scales(panel(i), b, s[i]);
+#pragma GCC unroll 8
+                for (int j = 0; j < 8; ++j) {
+                    prefetch(g * kChunkBlocks + b, j);
+#pragma GCC unroll 2
+                    for (int i = 0; i < kSide; ++i) codes[i][j] = Decode<T>::codes(panel(i), b, j);
+                }
+                for (int t = 0; t < job.count; ++t) {
+                    const ActivationChunk &a = job.rows[t].chunks[chunk];
+                    const int8_t *q = a.q + b * kBlockColumns;
+                    W low[kSide], high[kSide];
+#pragma GCC unroll 2
+                    for (int i = 0; i < kSide; ++i) {
+                        low[i] = L::splat(start[t][0][b]);
+                        high[i] = L::splat(start[t][1][b]);
+                    }
+                    if constexpr (kSub) {
+                        L::template dot<kMost, 0, 4>(low, codes, q);
+                        L::template dot<kMost, 4, 4>(high, codes, q);
+                    } else {
+                        L::template dot<kMost, 0, 8>(low, codes, q);
+                    }
+#pragma GCC unroll 2
+                    for (int i = 0; i < kSide; ++i) {
+                        W whole = low[i];
+                        if constexpr (kSub) whole = s[i].s0 * low[i] + s[i].s1 * high[i];
+                        F acc = L::fma(s[i].c * a.d[b], L::to_float(whole), sum[t][i]);
+                        if constexpr (kForm == Form::kAffine) {
+                            acc = L::fma(-s[i].m, L::broadcast(a.e[b]), acc);
+                        } else if constexpr (kForm == Form::kAffineSub) {
+                            const W minimum = s[i].m0 * L::splat(a.sums[0][b]) + s[i].m1 * L::splat(a.sums[1][b]);
+                            acc = L::fma(-s[i].m, a.d[b] * L::to_float(minimum), acc);
+                        }
+                        sum[t][i] = acc;
+                    }
+                }
+            };
+            if constexpr (T::info.block == kChunkColumns) {
+#pragma GCC unroll 8
+                for (int b = 0; b < kChunkBlocks; ++b) add_block(b);
+            } else {
+                for (int b = 0; b < width / kBlockColumns; ++b) add_block(b);
+            }
+            for (int t = 0; t < job.count; ++t)
+                for (int i = 0; i < kSide; ++i) total[g][t][i] = total[g][t][i] + sum[t][i];
+        }
     }
     for (int g = 0; g < kGroups; ++g)
-        for (int t = 0; t < kBatch; ++t) L::store(job.out[first + t] + g * L::kLanes, total[g][t]);
+        for (int t = 0; t < job.count; ++t)
+            for (int i = 0; i < kSide; ++i) L::store(job.out[t] + (g * kSide + i) * L::kLanes, total[g][t][i]);
 }
 
 template <class T, class L, int kBatch>
@@ -84,7 +170,7 @@ void multiply_floats(const PanelJob &job, int first) {
             for (int k = 0; k < width; ++k) {
                 const F weight = Decode<T>::weight(panel, k);
                 for (int t = 0; t < kBatch; ++t)
-                    sum[t] = L::fma(weight, L::broadcast(job.rows[first + t]->x[column + k]), sum[t]);
+                    sum[t] = L::fma(weight, L::broadcast(job.rows[first + t].x[column + k]), sum[t]);
             }
             for (int t = 0; t < kBatch; ++t) total[t] = total[t] + sum[t];
         }
@@ -92,47 +178,47 @@ void multiply_floats(const PanelJob &job, int first) {
     }
 }
 
-template <class T, class L, int kBatch>
-void multiply(const PanelJob &job, int first) {
-    if constexpr (Decode<T>::kForm == Form::kFloat)
-        multiply_floats<T, L, kBatch>(job, first);
-    else
-        multiply_blocks<T, L, kBatch>(job, first);
-}
-
 template <class T, class L>
 void panel(const PanelJob &job) {
-    int first = 0;
-    for (; first + 4 <= job.count; first += 4) multiply<T, L, 4>(job, first);
-    if (job.count - first >= 2) multiply<T, L, 2>(job, first), first += 2;
-    if (first < job.count) multiply<T, L, 1>(job, first);
+    if constexpr (Decode<T>::kForm == Form::kFloat) {
+        int first = 0;
+        for (; first + 4 <= job.count; first += 4) multiply_floats<T, L, 4>(job, first);
+        if (job.count - first >= 2) multiply_floats<T, L, 2>(job, first), first += 2;
+        if (first < job.count) multiply_floats<T, L, 1>(job, first);
+    } else {
+        multiply_blocks<T, L>(job);
+    }
+    finish_rows<L>(job);
 }
 
 // numerics.md section 1.
 template <class L>
-void quantise(const float *x, int64_t columns, int8_t *q, float *d, float *e, int32_t *sums) {
-    for (int64_t b = 0; b < columns / kBlockColumns; ++b, x += kBlockColumns, q += kBlockColumns) {
+void quantise(const float *x, int64_t first, int64_t count, ActivationChunk *row) {
+    for (int64_t block = first; block < first + count; ++block, x += kBlockColumns) {
+        ActivationChunk &a = row[block / kChunkBlocks];
+        const int b = static_cast<int>(block % kChunkBlocks);
+        int8_t *q = a.q + b * kBlockColumns;
         uint32_t largest = 0;  // of the magnitudes as bits, which are ordered as the floats are
         for (int i = 0; i < kBlockColumns; ++i) {
             const uint32_t magnitude = num::bits(x[i]) & 0x7fffffffu;
             largest = magnitude > largest ? magnitude : largest;
         }
-        const float a = num::from_bits(largest);
-        sums[2 * b] = sums[2 * b + 1] = 0;
-        if (num::nonfinite(largest) || a < 0x1p-118f) {
+        const float most = num::from_bits(largest);
+        a.sums[0][b] = a.sums[1][b] = 0;
+        if (num::nonfinite(largest) || most < 0x1p-118f) {
             for (int i = 0; i < kBlockColumns; ++i) q[i] = 0;
-            d[b] = num::nonfinite(largest) ? num::nan() : 0.0f;
-            e[b] = num::mp_mul(d[b], 0.0f);
+            a.d[b] = num::nonfinite(largest) ? num::nan() : 0.0f;
+            a.e[b] = num::mp_mul(a.d[b], 0.0f);
             continue;
         }
-        const float r = num::mp_div(127.0f, a);
-        d[b] = num::mp_div(a, 127.0f);
+        const float r = num::mp_div(127.0f, most);
+        a.d[b] = num::mp_div(most, 127.0f);
         int32_t codes[kBlockColumns];
         for (int i = 0; i < kBlockColumns; ++i) codes[i] = num::rint_int(num::mp_mul(x[i], r));
         for (int i = 0; i < kBlockColumns; ++i) q[i] = static_cast<int8_t>(codes[i]);
         for (int half = 0; half < 2; ++half)
-            for (int i = 0; i < 16; ++i) sums[2 * b + half] += codes[16 * half + i];
-        e[b] = num::mp_mul(d[b], static_cast<float>(sums[2 * b] + sums[2 * b + 1]));
+            for (int i = 0; i < 16; ++i) a.sums[half][b] += codes[16 * half + i];
+        a.e[b] = num::mp_mul(a.d[b], static_cast<float>(a.sums[0][b] + a.sums[1][b]));
     }
 }
 

@@ -1,4 +1,5 @@
-// Activation rows as the kernels read them: widened to float32, and quantised where a matrix is (numerics.md section 1).
+// Activation rows as the kernels read them: as floats for matrices of a float type, else quantised (numerics.md
+// section 1).
 #pragma once
 
 #include <cstdint>
@@ -13,23 +14,22 @@ namespace moepool {
 float widen(const void *data, moepool_dtype dtype, int64_t index);
 
 class ActivationRows {
-public:
-    // Rows first .. first + count - 1 of x, each of `columns`. Keeps x.data.
-    ActivationRows(const moepool_rows &x, int64_t first, int64_t count, int64_t columns, bool quantised);
+  public:
+    // Room for `count` rows in either form or both.
+    ActivationRows(int64_t count, int64_t columns, bool floats, bool quantised);
+    // Rows first .. first + count - 1 of x. Keeps x.data.
+    ActivationRows(const moepool_rows &x, int64_t first, int64_t count, int64_t columns, bool floats, bool quantised);
 
-    Activation operator[](int64_t row) const {
-        const int64_t blocks = columns_ / kBlockColumns;
-        return {x_ + row * columns_, q_.get() + row * columns_, d_.get() + row * blocks, e_.get() + row * blocks,
-                sums_.get() + 2 * row * blocks};
-    }
+    Activation operator[](int64_t row) const { return {x_ + row * columns_, quantised_.get() + row * chunks_}; }
 
-private:
-    const int64_t columns_;
-    std::unique_ptr<float[]> widened_;
+    // Sets columns [column, column + count) of a row: whole blocks of 32 where rows are quantised.
+    void put(int64_t row, int64_t column, int64_t count, const float *x);
+
+  private:
+    const int64_t columns_, chunks_;  // of a row
+    const std::unique_ptr<float[]> floats_;
+    const std::unique_ptr<ActivationChunk[]> quantised_;
     const float *x_;
-    std::unique_ptr<int8_t[]> q_;
-    std::unique_ptr<float[]> d_, e_;
-    std::unique_ptr<int32_t[]> sums_;
 };
 
 }  // namespace moepool

@@ -25,12 +25,12 @@ namespace {
 
 // numerics.md section 6: other libraries of the process set flush-to-zero, also for threads they did not start.
 class FloatEnvironment {
-public:
+  public:
 #if defined(__x86_64__)
     FloatEnvironment() : saved_(_mm_getcsr()) { _mm_setcsr(0x1F80); }
     ~FloatEnvironment() { _mm_setcsr(saved_); }
 
-private:
+  private:
     unsigned saved_;
 #else
     FloatEnvironment() {}
@@ -64,7 +64,7 @@ int default_threads() {
 constexpr int kSpins = 4000;  // some tens of microseconds: about the gap between two ops of a layer
 
 class Workers {
-public:
+  public:
     explicit Workers(int threads) : threads_(threads), pid_(getpid()) {
         try {
             for (int i = 1; i < threads; ++i) crew_.emplace_back([this] { work(); });
@@ -96,7 +96,7 @@ public:
             spin < kSpins ? pause() : static_cast<void>(sched_yield());
     }
 
-private:
+  private:
     void take_items() {
         const FloatEnvironment environment;
         for (;;) {
@@ -132,10 +132,10 @@ private:
         for (std::thread &thread : crew_) thread.join();
     }
 
-public:
+  public:
     static thread_local bool inside;  // a body is running on this thread
 
-private:
+  private:
     const int threads_;
     const pid_t pid_;
     std::vector<std::thread> crew_;

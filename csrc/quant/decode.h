@@ -13,8 +13,8 @@
 // Portable C++ and CUDA have one lane; AVX-512 has sixteen. Every L is in an unnamed namespace, which gives what is
 // instantiated here internal linkage: the linker can not hand one instruction set's copy to another (numerics.md 6).
 //
-// Codes are given as unsigned bytes, the code plus the type's kOffset: sum(code * q) = dot(codes, q) - kOffset *
-// sum(q), exactly.
+// Codes are given as unsigned bytes up to kMostCode, the code plus the type's kOffset: sum(code * q) = dot(codes, q) -
+// kOffset * sum(q), exactly.
 #pragma once
 
 #include "quant/types.h"
@@ -81,10 +81,12 @@ MOEPOOL_INLINE typename L::W signed_byte(typename L::W w, int i) {
 // Codes of a nibble, plus kOffset, four to a word.
 struct TableIQ4 {
     static constexpr int kOffset = 127;
+    static constexpr int kMostCode = 240;
     static constexpr uint32_t words[4] = {0x3e2c1700, 0x75695c4e, 0xa5988c80, 0xf0d8c4b4};
 };
 struct TableFP4 {
     static constexpr int kOffset = 12;
+    static constexpr int kMostCode = 24;
     static constexpr uint32_t words[4] = {0x0f0e0d0c, 0x18141210, 0x090a0b0c, 0x00040608};
 };
 
@@ -125,6 +127,7 @@ template <>
 struct Decode<Q8_0> {
     static constexpr Form kForm = Form::kScale;
     static constexpr int kOffset = 128;
+    static constexpr int kMostCode = 255;
     template <class L>
     static MOEPOOL_INLINE typename L::W codes(Panel<L> p, int b, int g) {
         return p.word(first_word<Q8_0, 1>(p.blocks) + 8 * b + g) ^ 0x80808080u;
@@ -148,6 +151,7 @@ template <>
 struct Decode<Q4_0> : Nibbles32<Q4_0> {
     static constexpr Form kForm = Form::kScale;
     static constexpr int kOffset = 8;
+    static constexpr int kMostCode = 15;
     template <class L>
     static MOEPOOL_INLINE typename L::W codes(Panel<L> p, int b, int g) {
         return nibbles(p, b, g);
@@ -162,6 +166,7 @@ template <>
 struct Decode<IQ4_NL> : Nibbles32<IQ4_NL> {
     static constexpr Form kForm = Form::kScale;
     static constexpr int kOffset = TableIQ4::kOffset;
+    static constexpr int kMostCode = TableIQ4::kMostCode;
     template <class L>
     static MOEPOOL_INLINE typename L::W codes(Panel<L> p, int b, int g) {
         return L::template lookup<TableIQ4>(nibbles(p, b, g));
@@ -176,6 +181,7 @@ template <>
 struct Decode<MXFP4> : Nibbles32<MXFP4> {
     static constexpr Form kForm = Form::kScale;
     static constexpr int kOffset = TableFP4::kOffset;
+    static constexpr int kMostCode = TableFP4::kMostCode;
     template <class L>
     static MOEPOOL_INLINE typename L::W codes(Panel<L> p, int b, int g) {
         return L::template lookup<TableFP4>(nibbles(p, b, g));
@@ -192,6 +198,7 @@ template <>
 struct Decode<Q4_1> {
     static constexpr Form kForm = Form::kAffine;
     static constexpr int kOffset = 0;
+    static constexpr int kMostCode = 15;
     template <class L>
     static MOEPOOL_INLINE typename L::W codes(Panel<L> p, int b, int g) {
         return p.template fields<4>(first_word<Q4_1, 1>(p.blocks), 32 * b + 4 * g);
@@ -216,6 +223,7 @@ template <>
 struct Decode<Q5_0> : Nibbles32Fifth<Q5_0> {
     static constexpr Form kForm = Form::kScale;
     static constexpr int kOffset = 16;
+    static constexpr int kMostCode = 31;
     template <class L>
     static MOEPOOL_INLINE void scales(Panel<L> p, int b, Scales<L> &s) {
         s.c = p.half(0, b);
@@ -225,6 +233,7 @@ template <>
 struct Decode<Q5_1> : Nibbles32Fifth<Q5_1> {
     static constexpr Form kForm = Form::kAffine;
     static constexpr int kOffset = 0;
+    static constexpr int kMostCode = 31;
     template <class L>
     static MOEPOOL_INLINE void scales(Panel<L> p, int b, Scales<L> &s) {
         s.c = p.half(b, 0);
@@ -238,6 +247,7 @@ template <>
 struct Decode<Q2_K> {
     static constexpr Form kForm = Form::kAffineSub;
     static constexpr int kOffset = 0;
+    static constexpr int kMostCode = 3;
     template <class L>
     static MOEPOOL_INLINE typename L::W codes(Panel<L> p, int b, int g) {
         return p.template fields<2>(first_word<Q2_K, 2>(1), 32 * b + 4 * g);
@@ -258,6 +268,7 @@ template <>
 struct Decode<Q3_K> {
     static constexpr Form kForm = Form::kSubScale;
     static constexpr int kOffset = 4;
+    static constexpr int kMostCode = 7;
     template <class L>
     static MOEPOOL_INLINE typename L::W codes(Panel<L> p, int b, int g) {
         return p.template fields<2>(0, 32 * b + 4 * g) |
@@ -298,6 +309,7 @@ template <>
 struct Decode<Q4_K> {
     static constexpr Form kForm = Form::kAffine;
     static constexpr int kOffset = 0;
+    static constexpr int kMostCode = 15;
     template <class L>
     static MOEPOOL_INLINE typename L::W codes(Panel<L> p, int b, int g) {
         return p.template fields<4>(first_word<Q4_K, 2>(1), 32 * b + 4 * g);
@@ -312,6 +324,7 @@ template <>
 struct Decode<Q5_K> {
     static constexpr Form kForm = Form::kAffine;
     static constexpr int kOffset = 0;
+    static constexpr int kMostCode = 31;
     template <class L>
     static MOEPOOL_INLINE typename L::W codes(Panel<L> p, int b, int g) {
         return p.template fields<4>(first_word<Q5_K, 3>(1), 32 * b + 4 * g) |
@@ -327,6 +340,7 @@ template <>
 struct Decode<Q6_K> {
     static constexpr Form kForm = Form::kSubScale;
     static constexpr int kOffset = 32;
+    static constexpr int kMostCode = 63;
     template <class L>
     static MOEPOOL_INLINE typename L::W codes(Panel<L> p, int b, int g) {
         return p.template fields<4>(0, 32 * b + 4 * g) |
@@ -345,6 +359,7 @@ template <>
 struct Decode<IQ4_XS> {
     static constexpr Form kForm = Form::kScale;
     static constexpr int kOffset = TableIQ4::kOffset;
+    static constexpr int kMostCode = TableIQ4::kMostCode;
     template <class L>
     static MOEPOOL_INLINE typename L::W codes(Panel<L> p, int b, int g) {
         return L::template lookup<TableIQ4>(p.template fields<4>(first_word<IQ4_XS, 2>(1), 32 * b + 4 * g));
