@@ -12,6 +12,7 @@ import numpy as np
 import moepool
 from bench.measure import Timing, check_same, gigabytes_a_second, repeated
 from bench.workload import F32, I32, portable
+from moepool.runner.devices import CUPY_REMEDY
 
 KERNELS = r"""
 extern "C" {
@@ -56,7 +57,7 @@ class Gpu:
         try:
             import cupy
         except ImportError as error:
-            raise click.ClickException(f"this needs CuPy: pip install 'moepool[cuda]' ({error})") from None
+            raise click.ClickException(f"this needs CuPy: {CUPY_REMEDY} ({error})") from None
         try:
             moepool.memory("cuda:0")
         except moepool.MoePoolError as error:

@@ -165,7 +165,7 @@ def view(array: Any, name: str, devices: Sequence[int] | None = None, stream: in
         The CUDA stream that is going to use it.
     """
     if isinstance(array, np.ndarray):
-        found = _numpy_view(array)
+        found = _numpy_view(array, name)
     elif (library := cuda.library_of(array)) is not None:
         found = _library_view(library, array, name)
     elif hasattr(array, "__dlpack__") and hasattr(array, "__dlpack_device__"):
@@ -212,7 +212,9 @@ def _dtype_name(dtype: np.dtype[Any]) -> str:
     return dtype.name if dtype.isnative else dtype.str
 
 
-def _numpy_view(array: npt.NDArray[Any]) -> ArrayView:
+def _numpy_view(array: npt.NDArray[Any], name: str = "") -> ArrayView:
+    if type(array) is not np.ndarray and isinstance(array, np.ma.MaskedArray):
+        raise ArgumentError(f"{name} is masked, and moepool knows no masks: give {name}.filled(...)")
     dtype = _dtype_name(array.dtype)
     address = array.__array_interface__["data"][0]
     read_only = not array.flags.writeable

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import importlib.util
 import json
+import os
 import warnings
 from collections.abc import Callable
 from dataclasses import asdict
@@ -17,7 +18,14 @@ import click
 import moepool
 from moepool.errors import ArgumentError, MoePoolError, MoePoolWarning
 from moepool.runner.demo import run_demo
-from moepool.runner.devices import CudaDevice, Dense, available_devices, cuda_devices, dense_module
+from moepool.runner.devices import (
+    CUPY_REMEDY,
+    CudaDevice,
+    Dense,
+    available_devices,
+    cuda_devices,
+    dense_module,
+)
 from moepool.runner.generate import Generation, Sampling, generate
 from moepool.runner.info import ModelInfo
 from moepool.runner.model import Checkpoint, Placement, bundled_model
@@ -26,6 +34,7 @@ from moepool.runner.profile import RoutingProfile
 from moepool.runner.table import format_table
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_P = TypeVar("_P", str, Path, None)
 
 
 class _Commands(click.Group):
@@ -117,9 +126,27 @@ def _placement_options(command: _F) -> _F:
     return command
 
 
+def _writable(ctx: click.Context, param: click.Parameter, value: _P) -> _P:
+    """Refuses before a run, which may be long, what could not be written after it."""
+    if value is None or value == "-":
+        return value
+    path = Path(value)
+    if path.is_dir():
+        raise click.BadParameter(f"{path} is a directory", ctx, param)
+    if not path.parent.is_dir():
+        raise click.BadParameter(f"there is no directory {path.parent}", ctx, param)
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise click.BadParameter(f"{path} cannot be written", ctx, param)
+    return value
+
+
 def _json_option(command: _F) -> _F:
     return click.option(
-        "--json", "json_path", metavar="FILE", help="Write the result as JSON; - for standard output."
+        "--json",
+        "json_path",
+        metavar="FILE",
+        callback=_writable,
+        help="Write the result as JSON; - for standard output.",
     )(command)
 
 
@@ -189,7 +216,9 @@ def main() -> None:
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random numbers.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-text token.")
-@click.option("--profile", type=_OUTPUT, help="Write how often each expert was wanted, as CSV.")
+@click.option(
+    "--profile", type=_OUTPUT, callback=_writable, help="Write how often each expert was wanted, as CSV."
+)
 @_json_option
 def generate_command(
     model: Path,
@@ -301,7 +330,11 @@ def info_command(model: Path, json_path: str | None) -> None:
     """Layers, experts and their types, and what slots cost. Any architecture with experts."""
     info = ModelInfo.from_gguf(model)
     if json_path is not None:
-        slots = {"record_bytes": info.record_bytes, "slot_costs": info.slot_costs()}
+        slots = {
+            "record_bytes": info.record_bytes,
+            "slot_costs": info.slot_costs(),
+            "not_computed": info.not_computed,
+        }
         _write_json(json_path, {"model": str(model)} | asdict(info) | slots)
     if json_path == "-":
         return
@@ -311,13 +344,24 @@ def info_command(model: Path, json_path: str | None) -> None:
         f"{info.name} ({info.architecture}): {len(info.layers)} MoE layers, {first.experts} experts{used}"
     )
     click.echo()
+    strange = info.not_computed
     rows = [
-        [x.block, *x.types.values(), f"{x.hidden} x {x.width}", f"{x.expert_bytes:,}", f"{x.record_bytes:,}"]
+        [
+            x.block,
+            *(f"{t} *" if t in strange else t for t in x.types.values()),
+            f"{x.hidden} x {x.width}",
+            f"{x.expert_bytes:,}",
+            "-" if x.record_bytes is None else f"{x.record_bytes:,}",
+        ]
         for x in info.layers
     ]
     header = ["block", *first.types, "hidden x width", "bytes/expert", "bytes/slot"]
     click.echo(format_table(header, rows, left=(1, 2, 3)))
     click.echo()
+    if strange:
+        click.echo(f"* {', '.join(strange)}: not computed by moepool, which computes")
+        click.echo(f"  {', '.join(moepool.quant_types())}")
+        return
     costs = [
         [c["slots"], f"{100 * min(c['slots'] / first.experts, 1):.0f} %", f"{c['bytes'] / 1e6:,.1f}"]
         for c in info.slot_costs()
@@ -386,7 +430,7 @@ def _demo_devices() -> list[str]:
         click.echo(f"no CUDA rows{why_none}", err=True)
         return ["cpu"]
     if importlib.util.find_spec("cupy") is None:
-        click.echo("no CUDA rows: the runner needs CuPy there, pip install 'moepool[cuda]'", err=True)
+        click.echo(f"no CUDA rows: the runner needs CuPy there: {CUPY_REMEDY}", err=True)
         return ["cpu"]
     return ["cpu", "cuda:0"]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import TracebackType
 
+from moepool import checks
 from moepool._native import handles
 from moepool.errors import ArgumentError
 
@@ -77,7 +78,7 @@ def set_threads(threads: int | None) -> None:
     Raises
     ------
     ArgumentError
-        `threads` is less than 1 or more than the core can keep.
+        `threads` is no integer, less than 1, or more than the core can keep.
 
     Examples
     --------
@@ -86,9 +87,10 @@ def set_threads(threads: int | None) -> None:
     2
     >>> moepool.set_threads(None)
     """
-    if threads is not None and not 1 <= threads < 2**31:
+    number = None if threads is None else checks.integer("threads", threads)
+    if number is not None and not 1 <= number < 2**31:
         raise ArgumentError(f"threads is {threads}; it must be at least 1, or None for the default")
-    handles.set_threads(threads or 0)
+    handles.set_threads(number or 0)
 
 
 def get_threads() -> int:

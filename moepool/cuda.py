@@ -12,6 +12,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
+from moepool import checks
 from moepool._native import handles
 from moepool.errors import ArgumentError
 
@@ -187,7 +188,7 @@ def set_pinned_limit(limit: int | None) -> None:
     Raises
     ------
     ArgumentError
-        `limit` is negative or past 2^63.
+        `limit` is no integer, negative or past 2^63.
 
     Examples
     --------
@@ -197,6 +198,8 @@ def set_pinned_limit(limit: int | None) -> None:
     >>> moepool.set_pinned_limit(None)
     """
     global _pinned_limit
+    if limit is not None:
+        limit = checks.integer("the limit", limit)
     if limit is not None and not 0 <= limit < 2**63:
         raise ArgumentError(f"the limit is {limit} bytes; it must be at least 0, or None for no limit")
     handles.set_pinned_limit(2**63 - 1 if limit is None else limit)

@@ -422,6 +422,12 @@ class ExpertMatrix:
     _bias_start: int = 0
 
     @property
+    def expert_bytes(self) -> int:
+        """Bytes of one expert's weights in the file."""
+        _, block, block_bytes = _type_table()[self.type_id]
+        return self.rows * (self.columns // block) * block_bytes
+
+    @property
     def bias(self) -> bool:
         """Whether the file has biases for it."""
         return self.bias_tensor is not None
@@ -460,7 +466,7 @@ class _Found:
     single: dict[str, dict[int, TensorInfo]] = field(default_factory=lambda: defaultdict(dict))
 
 
-def expert_layers(file: GGUFFile) -> list[ExpertLayer]:
+def expert_layers(file: GGUFFile, *, any_type: bool = False) -> list[ExpertLayer]:
     """Finds the experts of every block of a file, whichever way they are stored, and checks that they fit
     together.
 
@@ -471,6 +477,8 @@ def expert_layers(file: GGUFFile) -> list[ExpertLayer]:
     Parameters
     ----------
     file : GGUFFile
+    any_type : bool
+        Whether experts of types that moepool does not compute with are listed too, rather than refused.
 
     Returns
     -------
@@ -515,14 +523,14 @@ def expert_layers(file: GGUFFile) -> list[ExpertLayer]:
         warn(
             f"{file.path}: {len(unread)} tensors of experts are of no kind known here and stay unread: {some}"
         )
-    return [_Assembler(file, block).layer(found[block]) for block in sorted(found)]
+    return [_Assembler(file, block, any_type).layer(found[block]) for block in sorted(found)]
 
 
 class _Assembler:
     """Makes the layer of one block from the tensors found for it."""
 
-    def __init__(self, file: GGUFFile, block: int) -> None:
-        self.file, self.block = file, block
+    def __init__(self, file: GGUFFile, block: int, any_type: bool) -> None:
+        self.file, self.block, self.any_type = file, block, any_type
         self.types = quant_types()
 
     def fault(self, message: str) -> FormatError:
@@ -615,9 +623,10 @@ class _Assembler:
 
     def shape(self, tensor: TensorInfo, dims: int) -> tuple[int, ...]:
         """The tensor's shape, checked with its type."""
-        if tensor.qtype not in self.types:
+        if tensor.qtype not in self.types and not self.any_type:
             raise UnsupportedError(
-                f"{self.file.path}: tensor {tensor.name!r} is {tensor.qtype}, which moepool does not compute"
+                f"{self.file.path}: tensor {tensor.name!r} is {tensor.qtype}, which moepool does not "
+                f"compute; it computes {', '.join(self.types)}"
             )
         if len(tensor.shape) != dims:
             raise self.fault(f"tensor {tensor.name!r} of shape {tensor.shape} should have {dims} dimensions")

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import logging
-import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from types import TracebackType
 from typing import Any, Literal
@@ -14,6 +13,7 @@ import numpy.typing as npt
 
 from moepool import arrays, cuda
 from moepool._native import handles
+from moepool.checks import choice, count, integer
 from moepool.errors import ArgumentError, IdError, warn
 from moepool.store import Layer, MatrixInfo
 
@@ -25,7 +25,7 @@ Policy = Literal["lru", "static"]
 Miss = Literal["stream", "host"]
 Phase = Literal["auto", "decode", "prompt"]
 
-_INT32, _INT64 = 2**31 - 1, 2**63 - 1
+_INT64 = 2**63 - 1
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,8 @@ class Pool:
         Of an :class:`ExpertStore`. The store may be closed afterwards.
     slots : int
         How many experts the device holds. 0 is legal: every expert is then served where it lies. More than
-        the layer has experts are as many as it has.
+        the layer has experts are as many as it has. A decode step wants up to tokens x k distinct experts,
+        and leaves the pool as it is if that is more than there are slots. Only decode steps fill them.
     device : str
         "cpu", "cuda" or "cuda:N".
     policy : {"lru", "static"}
@@ -209,7 +210,7 @@ class Pool:
             raise ArgumentError(
                 f"layer is a {type(layer).__name__}; it must be a layer of a store, store[0] for example"
             )
-        slots = _count("slots", slots)
+        slots = count("slots", slots)
         if hot is not None and policy != "static":
             raise ArgumentError(f"hot belongs to policy='static', not to {policy!r}")
         if slots > layer.experts:
@@ -227,11 +228,11 @@ class Pool:
             layer=layer.index,
             slots=slots,
             device=self._device,
-            policy=_choice("policy", policy, handles.POLICIES),
-            miss=_choice("miss", miss, handles.MISSES),
-            prompt_tokens=_count("prompt_tokens", prompt_tokens),
-            admit=-1 if admit is None else _count("admit", admit),
-            budget_bytes=0 if budget_bytes is None else _count("budget_bytes", budget_bytes, 1, _INT64),
+            policy=choice("policy", policy, handles.POLICIES),
+            miss=choice("miss", miss, handles.MISSES),
+            prompt_tokens=count("prompt_tokens", prompt_tokens),
+            admit=-1 if admit is None else count("admit", admit),
+            budget_bytes=0 if budget_bytes is None else count("budget_bytes", budget_bytes, 1, _INT64),
         )
         stats = self.stats()
         self.slots = stats.slots
@@ -371,7 +372,7 @@ class Pool:
 
     def _step(self, ids: arrays.ArrayView, phase: str) -> tuple[handles.Ids, int]:
         """Ids and phase as the core takes them."""
-        phase_number = _choice("phase", phase, handles.PHASES)
+        phase_number = choice("phase", phase, handles.PHASES)
         tokens, k = ids.shape
         if not self._told_of_few_slots and 0 < self.slots < min(k, self.experts):
             self._told_of_few_slots = True
@@ -411,7 +412,7 @@ class Pool:
         >>> moepool.Pool(layer, slots=4).describe(1, 2)
         'host: the pool is on the CPU'
         """
-        return self._handle.describe(_count("tokens", tokens), _count("k", k))
+        return self._handle.describe(count("tokens", tokens), count("k", k))
 
     def stats(self) -> PoolStats:
         """Counts since the pool was made.
@@ -547,29 +548,12 @@ class Route:
         )
 
 
-def _choice(name: str, value: str, choices: dict[str, int]) -> int:
-    if value not in choices:
-        raise ArgumentError(f"{name} is {value!r}; it must be {' or '.join(map(repr, choices))}")
-    return choices[value]
-
-
-def _count(name: str, value: int, low: int = 0, high: int = _INT32) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        raise ArgumentError(f"{name} is {value!r}; it must be an integer") from None
-    if not low <= number <= high:
-        raise ArgumentError(f"{name} is {number}; it must be from {low} to {high}")
-    return number
-
-
 def _hot(hot: Sequence[int] | npt.NDArray[np.integer[Any]], experts: int) -> npt.NDArray[np.int32]:
+    if not isinstance(hot, Iterable):
+        raise ArgumentError(f"hot is {hot!r}; it must be a sequence of experts, [{hot!r}] for one")
     numbers = []
     for i, value in enumerate(hot):
-        try:
-            number = operator.index(value)
-        except TypeError:
-            raise ArgumentError(f"hot[{i}] is {value!r}; it must be an integer") from None
+        number = integer(f"hot[{i}]", value)
         if not 0 <= number < experts:
             raise IdError(f"hot[{i}] is expert {number}; the layer has experts 0 to {experts - 1}")
         numbers.append(number)

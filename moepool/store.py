@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from moepool import arrays
+from moepool import arrays, checks
 from moepool._native.handles import MatrixSpec, StoreHandle
 from moepool.cpu import QuantType, quant_types
 from moepool.errors import (
@@ -210,7 +210,7 @@ class ExpertStore:
             found = {layer.block: layer for layer in expert_layers(file)}
             if not found:
                 raise FormatError(f"{path}: no expert tensors: this is not a mixture-of-experts model")
-            wanted = sorted(found if layers is None else set(layers))
+            wanted = sorted(found if layers is None else _blocks(layers))
             if missing := [block for block in wanted if block not in found]:
                 raise ArgumentError(
                     f"layers names {missing}, but the blocks with experts are {sorted(found)}"
@@ -270,7 +270,8 @@ class ExpertStore:
         UnsupportedError
             The `gguf` package cannot quantise numbers to this type: hand in raw blocks.
         FormatError
-            A block's scale is not finite.
+            A block's scale is not finite; or numbers hold NaN or infinity, or are too large for `qtype`. The
+            message names the matrix, the expert and the row.
         OutOfMemoryError
 
         Examples
@@ -289,7 +290,13 @@ class ExpertStore:
             raise ArgumentError(
                 f"a layer is gate, up and down, or weight alone; given is {', '.join(given) or 'nothing'}"
             )
-        biases, scales = dict(bias or {}), dict(scale or {})
+        if not isinstance(qtype, str):
+            checks.named("qtype", qtype, "a key of moepool.quant_types(), or a dict of them by matrix name")
+        name = next(iter(given))
+        biases, scales = (
+            {} if array is None else dict(checks.named(what, array, f"a dict: {what}={{{name!r}: array}}"))
+            for what, array in (("bias", bias), ("scale", scale))
+        )
         for what, named in (
             ("qtype", {} if isinstance(qtype, str) else qtype),
             ("bias", biases),
@@ -556,30 +563,51 @@ def _array_pieces(name: str, source: arrays.HostArray, kind: QuantType) -> list[
         quantise = _quantiser(name, kind)
 
         def blocks(expert: int) -> npt.NDArray[np.uint8]:
-            return quantise(source.float32(expert))
+            return quantise(source.float32(expert), expert)
 
     return [piece(expert) for expert in range(len(values))]
 
 
-def _quantiser(name: str, kind: QuantType) -> Callable[[npt.NDArray[np.float32]], npt.NDArray[np.uint8]]:
-    """Turns float32 (N, K) into blocks, uint8 (N, row bytes)."""
+def _blocks(layers: Iterable[int]) -> set[int]:
+    """The numbers of blocks that a caller asks for."""
+    if not isinstance(layers, Iterable) or isinstance(layers, str):
+        raise ArgumentError(f"layers is {layers!r}; it must be the numbers of blocks, [{layers}] for one")
+    return {checks.integer(f"layers[{i}]", block) for i, block in enumerate(layers)}
+
+
+def _quantiser(name: str, kind: QuantType) -> Callable[[npt.NDArray[np.float32], int], npt.NDArray[np.uint8]]:
+    """Turns the float32 (N, K) of an expert, whose number is for messages, into blocks, uint8 (N, row
+    bytes)."""
     from gguf import GGMLQuantizationType, quants
 
-    def quantise(values: npt.NDArray[np.float32]) -> npt.NDArray[np.uint8]:
-        # Floats of all sizes may come in, infinity included; what cannot be stored is refused when it is
-        # packed.
+    def quantise(values: npt.NDArray[np.float32], expert: int) -> npt.NDArray[np.uint8]:
+        # The package would make some number of NaN, and that of an infinity is lost in types without a float
+        # scale.
+        _check_finite(values, name, expert, "NaN or infinity: replace it, with numpy.nan_to_num for example")
+        # A block scale that is too large for its type is refused when it is packed.
         with np.errstate(all="ignore"):
             blocks = quants.quantize(values, GGMLQuantizationType(kind.id))
+            if kind.name in ("f16", "bf16"):
+                stored = quants.dequantize(blocks, GGMLQuantizationType(kind.id))
+                _check_finite(
+                    stored, name, expert, f"a number too large for {kind.name}: scale the weights, or use f32"
+                )
         return np.ascontiguousarray(blocks).view(np.uint8)
 
     try:
-        quantise(np.zeros((1, kind.block), np.float32))
+        quantise(np.zeros((1, kind.block), np.float32), 0)
     except (NotImplementedError, ValueError):
         raise UnsupportedError(
             f"{name}: the gguf package cannot quantise numbers to {kind.name}; hand in raw blocks, "
             "uint8 of shape (experts, rows, row bytes), made by llama.cpp for example"
         ) from None
     return quantise
+
+
+def _check_finite(values: npt.NDArray[np.float32], name: str, expert: int, what: str) -> None:
+    finite = np.isfinite(values).all(axis=1)
+    if not finite.all():
+        raise FormatError(f"{name}: expert {expert}, row {int(finite.argmin())}: holds {what}")
 
 
 def _check_ffn(gate: MatrixInfo, up: MatrixInfo, down: MatrixInfo) -> None:

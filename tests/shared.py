@@ -11,7 +11,7 @@ def shared(*parts: str) -> Path:
     """Path of a file of ../shared; skips the test where there is none."""
     path = SHARED.joinpath(*parts)
     if not path.is_file():
-        pytest.skip(f"../shared/{'/'.join(parts)} is not there")
+        pytest.skip(f"the test models are not here (shared/{'/'.join(parts)}, beside the repository)")
     return path
 
 

@@ -300,6 +300,13 @@ IDS_REFUSED: dict[str, tuple[Any, type[Exception], str]] = {
 }
 
 
+def test_masked_arrays_are_refused(pool: moepool.Pool, x: F32) -> None:
+    with pytest.raises(moepool.ArgumentError, match=r"x is masked, .* x.filled"):
+        moepool.matmul_id(np.ma.array(x), IDS, pool)
+    with pytest.raises(moepool.ArgumentError, match=r"ids is masked"):
+        moepool.matmul_id(x, np.ma.array(IDS), pool)
+
+
 @pytest.mark.parametrize("name", IDS_REFUSED)
 def test_other_ids_are_refused(name: str, pool: moepool.Pool, x: F32) -> None:
     ids, error, message = IDS_REFUSED[name]

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -304,6 +305,9 @@ def test_small_library_exports_only_its_api(tree: SmallTree) -> None:
         "moepool_build_info",
     }
     assert (tree.root / "moepool/include/moepool.h").read_text() == SMALL_HEADER
+    version = (tree.root / "moepool/cmake/moepoolConfigVersion.cmake").read_text()
+    project = tomllib.loads((tree.root / "pyproject.toml").read_text())["project"]
+    assert f'set(PACKAGE_VERSION "{project["version"]}")' in version
 
 
 @needs_checkout

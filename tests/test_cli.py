@@ -128,6 +128,23 @@ def test_info_reads_other_architectures(tmp_path: Path) -> None:
     assert [cost["slots"] for cost in report["slot_costs"]] == [8, 12]
 
 
+def test_info_shows_types_that_are_not_computed(tmp_path: Path) -> None:
+    path = _model(tmp_path / "other.gguf", "mixtral", up="TQ2_0", columns=256)
+    report = run_json("info", path)
+    assert report["layers"][0]["types"] == {"gate": "q8_0", "up": "tq2_0", "down": "f16"}
+    assert report["layers"][0]["expert_bytes"] == 256 * (256 // 32 * 34 + 66 + 512)
+    assert report["not_computed"] == ["tq2_0"]
+    assert report["record_bytes"] is None
+    assert report["slot_costs"] == []
+    printed = run("info", path).stdout
+    assert "tq2_0 *" in printed
+    assert "* tq2_0: not computed by moepool" in printed
+    with pytest.raises(
+        moepool.UnsupportedError, match="'blk.0.ffn_up_exps.weight' is tq2_0.*it computes f32,.*q8_0"
+    ):
+        moepool.ExpertStore.from_gguf(path)
+
+
 def test_doctor_tells_devices_and_build() -> None:
     report = run_json("doctor")
     assert report["devices"]["cpu"]["total"] > report["devices"]["cpu"]["free"] > 0
@@ -140,14 +157,14 @@ def test_doctor_tells_devices_and_build() -> None:
         assert word in printed
 
 
-def _model(path: Path, architecture: str) -> Path:
+def _model(path: Path, architecture: str, up: str = "Q8_0", columns: int = 64) -> Path:
     """A GGUF file with the experts of one layer and nothing else."""
     writer = gguf.GGUFWriter(path, architecture)
     writer.add_uint32(f"{architecture}.expert_count", 12)
     rng = np.random.default_rng(0)
-    for name, kind in (("gate", "Q8_0"), ("up", "Q8_0"), ("down", "F16")):
+    for name, kind in (("gate", "Q8_0"), ("up", up), ("down", "F16")):
         qtype = gguf.GGMLQuantizationType[kind]
-        values = rng.standard_normal((12, 64, 64), dtype=np.float32)
+        values = rng.standard_normal((12, columns, columns), dtype=np.float32)
         data = gguf.quants.quantize(values, qtype)
         writer.add_tensor(f"blk.0.ffn_{name}_exps.weight", data, raw_dtype=qtype)
     writer.write_header_to_file()
@@ -184,7 +201,11 @@ def test_bad_options_are_one_line(tmp_path: Path) -> None:
     assert "top_p" in _error(run(*generate, "--top-p", "0", code=1))
     assert "abacus" in _error(run(*generate, "--device", "abacus", code=1))
     missing = tmp_path / "no" / "such" / "folder.json"
-    assert "folder.json" in run(*generate, "--json", missing, code=1).stderr
+    for option in ("--json", "--profile"):
+        result = run(*generate, option, missing, code=2)
+        assert "there is no directory" in result.stderr
+        assert result.stdout == "", "found out after the run"
+        assert "is a directory" in run(*generate, option, tmp_path, code=2).stderr
     assert "does not exist" in run("info", tmp_path / "none.gguf", code=2).stderr
     assert "--policy" in run(*generate, "--policy", "mru", code=2).stderr
 

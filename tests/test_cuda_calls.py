@@ -502,6 +502,8 @@ def test_the_limit_of_page_locked_memory() -> None:
     for wrong in (-1, 2**63):
         with pytest.raises(moepool.ArgumentError, match=f"the limit is {wrong} bytes"):
             moepool.set_pinned_limit(wrong)
+    with pytest.raises(moepool.ArgumentError, match="the limit is 1.5; it must be an integer"):
+        moepool.set_pinned_limit(1.5)  # type: ignore[arg-type]
     assert moepool.get_pinned_limit() == 1 << 30
     moepool.set_pinned_limit(None)
     assert moepool.get_pinned_limit() is None

@@ -87,6 +87,7 @@ def test_the_dense_parts_have_their_module(monkeypatch: pytest.MonkeyPatch) -> N
         cuda=SimpleNamespace(Device=lambda index: SimpleNamespace(use=lambda: used.append(index)))
     )
     monkeypatch.setitem(sys.modules, "cupy", cupy)
+    monkeypatch.setattr(handles, "cuda_devices", lambda: 4)
     assert devices.dense_module("numpy", "cuda:0") is np
     assert devices.dense_module("cupy", "cuda:3") is cupy
     assert devices.dense_module("cupy", "cuda") is cupy
@@ -94,7 +95,14 @@ def test_the_dense_parts_have_their_module(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ArgumentError, match="--dense cupy computes on a CUDA device, not on cpu"):
         devices.dense_module("cupy", "cpu")
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(UnsupportedError, match=r"pip install 'moepool\[cuda\]'"):
+    with pytest.raises(UnsupportedError, match="pip install cupy-cuda13x"):
+        devices.dense_module("cupy", "cuda:0")
+
+    def fail() -> Any:
+        raise UnsupportedError("there is no NVIDIA driver")
+
+    monkeypatch.setattr(handles, "cuda_devices", fail)
+    with pytest.raises(UnsupportedError, match="no NVIDIA driver"):
         devices.dense_module("cupy", "cuda:0")
 
 

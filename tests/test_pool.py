@@ -93,6 +93,8 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "too many slots for an integer": ({"slots": 2**31}, moepool.ArgumentError, "slots is 2147483648"),
     "device": ({"device": "tpu"}, moepool.ArgumentError, "device is 'tpu'"),
     "policy": ({"policy": "lfu"}, moepool.ArgumentError, "policy is 'lfu'; it must be 'lru' or 'static'"),
+    "no policy": ({"policy": []}, moepool.ArgumentError, r"policy is \[\]; it must be 'lru' or 'static'"),
+    "one hot": ({"policy": "static", "hot": 3}, moepool.ArgumentError, r"hot is 3; .* \[3\] for one"),
     "miss": ({"miss": "wait"}, moepool.ArgumentError, "miss is 'wait'; it must be 'stream' or 'host'"),
     "prompt_tokens": ({"prompt_tokens": -1}, moepool.ArgumentError, "prompt_tokens is -1"),
     "admit": ({"admit": -2}, moepool.ArgumentError, "admit is -2"),
@@ -326,8 +328,8 @@ def test_threads_are_settings_of_the_process(settings_kept: None, layer: moepool
             moepool.set_threads(threads)
             assert moepool.get_threads() == threads
             assert_same(moepool.matmul_id(x, ids, pool), expected, f"{threads} threads")
-        for wrong in (0, -1, 2**31):
-            with pytest.raises(moepool.ArgumentError, match=f"threads is {wrong}"):
+        for wrong in (0, -1, 2**31, "2", 1.5):
+            with pytest.raises(moepool.ArgumentError, match=f"threads is {wrong!r}; it must be"):
                 moepool.set_threads(wrong)
         assert moepool.get_threads() == 7
         moepool.set_threads(None)

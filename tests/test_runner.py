@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import moepool
+from moepool._native import handles
 from moepool.errors import ArgumentError, FormatError, StateError, UnsupportedError
 from moepool.gguf import GGUFFile
 from moepool.runner import (
@@ -456,7 +457,8 @@ def test_a_gpu_needs_cupy_and_says_so(checkpoint: Checkpoint, monkeypatch: pytes
     monkeypatch.setattr(moepool, "Pool", lambda *_, **__: pool)
     monkeypatch.setattr(moepool, "ExpertFFN", lambda pool: pool)
     monkeypatch.setitem(sys.modules, "cupy", None)
-    with pytest.raises(UnsupportedError, match=r"cuda:0.*moepool\[cuda\]"):
+    monkeypatch.setattr(handles, "cuda_devices", lambda: 1)
+    with pytest.raises(UnsupportedError, match=r"cuda:0.*pip install cupy-cuda13x"):
         checkpoint.model(Placement(device="cuda:0"))
     assert len(closed) == checkpoint.config.layers
 

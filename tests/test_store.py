@@ -92,6 +92,12 @@ def test_only_the_layers_asked_for_are_loaded() -> None:
         moepool.ExpertStore.from_gguf(bundled_model(), layers=[0, 4])
 
 
+@pytest.mark.parametrize("layers", [1, "1", [1.5], ["1"]])
+def test_layers_must_be_numbers(layers: Any) -> None:
+    with pytest.raises(moepool.ArgumentError, match="layers.* it must be"):
+        moepool.ExpertStore.from_gguf(bundled_model(), layers=layers)
+
+
 def test_a_model_without_experts_is_refused(tmp_path: Path) -> None:
     path = ggufs.write(tmp_path / "model.gguf", {"token_embd.weight": np.zeros((4, 8), np.float32)})
     with pytest.raises(moepool.FormatError, match="no expert tensors"):
@@ -335,6 +341,25 @@ def test_a_type_that_gguf_cannot_make_is_refused_with_the_remedy(
         moepool.ExpertStore.from_arrays(weight=values, qtype=qtype)
 
 
+@pytest.mark.parametrize("qtype", QUANTISABLE)
+@pytest.mark.parametrize("wrong", [np.nan, np.inf, -np.inf])
+def test_numbers_that_are_not_finite_are_refused_by_name(qtype: str, wrong: float) -> None:
+    values = np.ones((3, 5, 256), np.float32)
+    values[1, 4, 7] = wrong
+    with pytest.raises(moepool.FormatError, match="weight: expert 1, row 4: .*numpy.nan_to_num"):
+        moepool.ExpertStore.from_arrays(weight=values, qtype=qtype)
+
+
+@pytest.mark.parametrize("qtype", [name for name in QUANTISABLE if name not in ("f32", "mxfp4")])
+def test_numbers_that_become_infinite_are_refused_by_name(qtype: str) -> None:
+    values = np.ones((3, 5, 256), np.float32)
+    values[2, 1, 9] = np.finfo(np.float32).max
+    with pytest.raises(
+        moepool.FormatError, match=r"weight(: expert |\[)2.*row 1: .*(too large for|not finite)"
+    ):
+        moepool.ExpertStore.from_arrays(weight=values, qtype=qtype)
+
+
 ARRANGED: dict[str, Callable[[NDArray[Any]], NDArray[Any]]] = {
     "every second expert": lambda a: np.repeat(a, 2, axis=0)[::2],
     "experts reversed": lambda a: np.ascontiguousarray(a[::-1])[::-1],
@@ -442,6 +467,21 @@ WRONG_ARRAYS: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         {"weight": np.zeros((2, 3, 64), np.float32), "qtype": {}},
         moepool.ArgumentError,
         "qtype says nothing about 'weight'",
+    ),
+    "no type": (
+        {"weight": np.zeros((2, 3, 64), np.float32), "qtype": None},
+        moepool.ArgumentError,
+        "qtype is a NoneType; it must be a key of",
+    ),
+    "a bias without a name": (
+        {"weight": np.zeros((2, 3, 64), np.float32), "bias": np.zeros((2, 3), np.float32)},
+        moepool.ArgumentError,
+        "bias is a ndarray; it must be a dict: bias={'weight': array}",
+    ),
+    "a masked array": (
+        {"weight": np.ma.zeros((2, 3, 64), np.float32)},
+        moepool.ArgumentError,
+        "weight is masked.*weight.filled",
     ),
     "a bias of another name": (
         {"weight": np.zeros((2, 3, 64), np.float32), "bias": {"gate": np.zeros((2, 3), np.float32)}},

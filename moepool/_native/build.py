@@ -46,7 +46,8 @@ from pathlib import Path
 LIBRARY = "lib/libmoepool.so"
 BINDING = "_native/_lib.abi3.so"
 HEADER = "include/moepool.h"
-PRODUCTS = (LIBRARY, BINDING, HEADER)
+CMAKE_VERSION = "cmake/moepoolConfigVersion.cmake"
+PRODUCTS = (LIBRARY, BINDING, HEADER, CMAKE_VERSION)
 
 TUNED_ARCHS = ("75", "80", "86", "89", "90", "100", "120")
 ARCH_WITHOUT_GPU = "90"
@@ -72,6 +73,33 @@ CXX_REQUIRED = [
 ]
 NVCC_FLAGS = ["-O3", "-std=c++17", "-fmad=false", "-cudart", "static"]
 NVCC_HOST_FLAGS = "-fPIC,-fvisibility=hidden,-ffp-contract=off"
+
+# Until 1.0 a minor version may break its users, later a major one.
+CMAKE_VERSION_TEXT = """\
+set(PACKAGE_VERSION "@VERSION@")
+set(PACKAGE_VERSION_COMPATIBLE FALSE)
+if(PACKAGE_VERSION VERSION_EQUAL "${PACKAGE_FIND_VERSION}")
+  set(PACKAGE_VERSION_EXACT TRUE)
+endif()
+if(PACKAGE_FIND_VERSION_RANGE)
+  if(PACKAGE_VERSION VERSION_GREATER_EQUAL PACKAGE_FIND_VERSION_MIN
+     AND (PACKAGE_VERSION VERSION_LESS PACKAGE_FIND_VERSION_MAX
+          OR (PACKAGE_FIND_VERSION_RANGE_MAX STREQUAL "INCLUDE"
+              AND PACKAGE_VERSION VERSION_EQUAL PACKAGE_FIND_VERSION_MAX)))
+    set(PACKAGE_VERSION_COMPATIBLE TRUE)
+  endif()
+elseif(NOT PACKAGE_VERSION VERSION_LESS "${PACKAGE_FIND_VERSION}")
+  string(REGEX MATCH "^(0\\\\.[0-9]+|[1-9][0-9]*)" _moepool_series "${PACKAGE_VERSION}")
+  string(REGEX MATCH "^(0\\\\.[0-9]+|[0-9]+)" _moepool_wanted "${PACKAGE_FIND_VERSION}")
+  if(_moepool_wanted STREQUAL _moepool_series
+     OR (PACKAGE_FIND_VERSION_COUNT EQUAL 1 AND PACKAGE_FIND_VERSION_MAJOR EQUAL 0
+         AND PACKAGE_VERSION VERSION_LESS 1))
+    set(PACKAGE_VERSION_COMPATIBLE TRUE)
+  endif()
+  unset(_moepool_series)
+  unset(_moepool_wanted)
+endif()
+"""
 
 RESULT_CHANGING = re.compile(
     r"(?<![\w-])(-Ofast|-ffast-math|-funsafe-math-optimizations|-fassociative-math|-freciprocal-math"
@@ -454,6 +482,14 @@ class Builder:
             Step(target.name, link, target, (object_, library)),
         )
 
+    def cmake_version(self) -> Path:
+        """Write the file by which find_package(moepool 0.1 CONFIG) knows whether this version will do."""
+        file = self.out / Path(CMAKE_VERSION).name
+        numbers = re.match(r"\d+(\.\d+)*", self.version)
+        assert numbers is not None
+        write_if_changed(file, CMAKE_VERSION_TEXT.replace("@VERSION@", numbers[0]))
+        return file
+
     def build(self, package: Path, jobs: int) -> None:
         """Compile what changed and lay PRODUCTS into the folder `package`."""
         self.out.mkdir(parents=True, exist_ok=True)
@@ -469,8 +505,9 @@ class Builder:
         run_stale([*objects, compile_binding], identities, jobs)
         run_stale([library], identities, 1)
         run_stale([binding], identities, 1)
-        for product, made in zip(PRODUCTS, (library.output, binding.output, self.root / HEADER), strict=True):
-            install(made, package / product)
+        made = (library.output, binding.output, self.root / HEADER, self.cmake_version())
+        for product, file in zip(PRODUCTS, made, strict=True):
+            install(file, package / product)
 
 
 def compiler_identity(command: Sequence[str]) -> str:

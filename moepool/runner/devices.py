@@ -17,6 +17,8 @@ from moepool.errors import ArgumentError, MoePoolError, UnsupportedError
 
 Dense = Literal["numpy", "cupy"]
 
+CUPY_REMEDY = 'pip install cupy-cuda13x (the extra "cuda" of moepool)'
+
 
 @dataclass(frozen=True)
 class CudaDevice:
@@ -80,13 +82,14 @@ def import_cupy(device: str) -> ModuleType:
     Raises
     ------
     UnsupportedError
-        It is not installed.
+        It is not installed; or there is no device that it could be of use for, which is said first.
     """
+    handles.cuda_devices()
     try:
         return importlib.import_module("cupy")
     except ImportError as error:
         raise UnsupportedError(
-            f"on {device} the runner needs CuPy to move activations ({error}): pip install 'moepool[cuda]'"
+            f"on {device} the runner needs CuPy to move activations ({error}): {CUPY_REMEDY}"
         ) from None
 
 

@@ -27,8 +27,8 @@ class LayerInfo:
         Inputs of gate and up, and their outputs.
     expert_bytes : int
         One expert's weights in the file.
-    record_bytes : int
-        One expert packed: what a slot takes and a miss copies.
+    record_bytes : int or None
+        One expert packed: what a slot takes and a miss copies. None if moepool does not compute with a type.
     """
 
     block: int
@@ -37,7 +37,7 @@ class LayerInfo:
     hidden: int
     width: int
     expert_bytes: int
-    record_bytes: int
+    record_bytes: int | None
 
 
 @dataclass(frozen=True)
@@ -65,35 +65,45 @@ class ModelInfo:
         ------
         FormatError
             The file is damaged or has no experts.
-        UnsupportedError
-            A type of its experts is not known to this build.
         """
         with GGUFFile(path) as file:
             architecture = str(file.fields.get("general.architecture"))
-            layers = expert_layers(file)
+            layers = expert_layers(file, any_type=True)
             if not layers:
                 raise FormatError(f"{path}: architecture {architecture!r}, no tensors of experts")
             used = file.fields.get(f"{architecture}.expert_used_count")
             name = str(file.fields.get("general.name") or Path(path).stem)
             # Layers are mostly alike, and each kind needs measuring once.
-            records: dict[str, int] = {}
+            records: dict[str, int | None] = {}
             return cls(name, architecture, used, [_layer_info(layer, records) for layer in layers])
 
     @property
-    def record_bytes(self) -> int:
-        """One packed expert of every layer: what one slot costs in total."""
-        return sum(layer.record_bytes for layer in self.layers)
+    def record_bytes(self) -> int | None:
+        """One packed expert of every layer: what one slot costs in total. None if a layer's is."""
+        records = [layer.record_bytes for layer in self.layers if layer.record_bytes is not None]
+        return sum(records) if len(records) == len(self.layers) else None
+
+    @property
+    def not_computed(self) -> list[str]:
+        """The types of experts that moepool does not compute with."""
+        return sorted(
+            {t for layer in self.layers for t in layer.types.values()} - moepool.quant_types().keys()
+        )
 
     def slot_costs(self) -> list[dict[str, int]]:
-        """Bytes of all pools together for 8, 16, 32, ... and all slots of every layer."""
+        """Bytes of all pools together for 8, 16, 32, ... and all slots of every layer; [] if a type is not
+        computed."""
+        records = [(layer.experts, layer.record_bytes or 0) for layer in self.layers]
+        if self.record_bytes is None:
+            return []
         experts = max(layer.experts for layer in self.layers)
         steps = [2**i for i in range(3, experts.bit_length()) if 2**i < experts] + [experts]
         return [
-            {"slots": n, "bytes": sum(min(n, x.experts) * x.record_bytes for x in self.layers)} for n in steps
+            {"slots": n, "bytes": sum(min(n, count) * record for count, record in records)} for n in steps
         ]
 
 
-def _layer_info(layer: ExpertLayer, records: dict[str, int]) -> LayerInfo:
+def _layer_info(layer: ExpertLayer, records: dict[str, int | None]) -> LayerInfo:
     kind = repr([(n, m.qtype, m.rows, m.columns, m.bias, m.scale) for n, m in layer.matrices.items()])
     if kind not in records:
         records[kind] = _record_bytes(layer.matrices)
@@ -104,19 +114,19 @@ def _layer_info(layer: ExpertLayer, records: dict[str, int]) -> LayerInfo:
         types={name: matrix.qtype for name, matrix in layer.matrices.items()},
         hidden=gate.columns,
         width=gate.rows,
-        expert_bytes=sum(matrix.rows * _row_bytes(matrix) for matrix in layer.matrices.values()),
+        expert_bytes=sum(matrix.expert_bytes for matrix in layer.matrices.values()),
         record_bytes=records[kind],
     )
 
 
-def _row_bytes(matrix: ExpertMatrix) -> int:
-    return moepool.quant_types()[matrix.qtype].row_bytes(matrix.columns)
-
-
-def _record_bytes(matrices: dict[str, ExpertMatrix]) -> int:
+def _record_bytes(matrices: dict[str, ExpertMatrix]) -> int | None:
     """Asks the packer, with one expert of zeros, rather than knowing its layout a second time."""
     items = matrices.items()
-    arguments: dict[str, Any] = {name: np.zeros((1, m.rows, _row_bytes(m)), np.uint8) for name, m in items}
+    if not {m.qtype for m in matrices.values()} <= moepool.quant_types().keys():
+        return None
+    arguments: dict[str, Any] = {
+        name: np.zeros((1, m.rows, m.expert_bytes // m.rows), np.uint8) for name, m in items
+    }
     arguments["qtype"] = {name: m.qtype for name, m in items}
     arguments["bias"] = {name: np.zeros((1, m.rows), np.float32) for name, m in items if m.bias}
     arguments["scale"] = {name: np.ones(1, np.float32) for name, m in items if m.scale}
