@@ -24,11 +24,10 @@ constexpr int kPanelRows = 32;
 constexpr int kBlockColumns = 32;  // columns that share an activation scale
 
 // In rising ggml id.
-#define MOEPOOL_QUANT_TYPES(X)                                                                                  \
-    X(F32)                                                                                                      \
-    X(F16)                                                                                                      \
-    X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ4_NL) X(IQ4_XS) X(BF16) \
-        X(MXFP4)
+#define MOEPOOL_QUANT_TYPES(X) \
+    X(F32)                     \
+    X(F16)                     \
+    X(Q4_0) X(Q4_1) X(Q5_0) X(Q5_1) X(Q8_0) X(Q2_K) X(Q3_K) X(Q4_K) X(Q5_K) X(Q6_K) X(IQ4_NL) X(IQ4_XS) X(BF16) X(MXFP4)
 
 struct Segment {
     int bits;    // of a field: 1, 2 or 4; 0: raw bytes
