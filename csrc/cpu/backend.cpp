@@ -7,6 +7,7 @@
 
 #include "cpu/kernels.h"
 #include "cpu/rows.h"
+#include "cpu/scratch.h"
 #include "cpu/threads.h"
 #include "error.h"
 #include "numerics.h"
@@ -208,7 +209,7 @@ class CpuBackend : public Backend {
              void *) const override {
         const int64_t columns = route.pool().layer().matrices()[2].rows;
         const int64_t places = std::min(kSliceTokens, route.tokens()) * route.k();
-        const std::unique_ptr<float[]> rows(new float[static_cast<size_t>(places * columns)]);
+        const Scratch<float> rows(places * columns);
         each_slice(route, MOEPOOL_ALL, [&](const Slice &slice, const auto &groups) {
             chain(slice, groups, x, rows.get());
             combine_slice(slice, columns, rows.get(), weights, weights_dtype, out + slice.first * columns);

@@ -22,15 +22,15 @@ float widen(const void *data, moepool_dtype dtype, int64_t index) {
 ActivationRows::ActivationRows(int64_t count, int64_t columns, bool floats, bool quantised)
     : columns_(columns),
       chunks_((columns + kChunkColumns - 1) / kChunkColumns),
-      floats_(floats ? new float[static_cast<size_t>(count * columns)] : nullptr),
-      quantised_(quantised ? new ActivationChunk[static_cast<size_t>(count * chunks_)] : nullptr),
+      floats_(floats ? count * columns : 0),
+      quantised_(quantised ? count * chunks_ : 0),
       x_(floats_.get()) {}
 
 ActivationRows::ActivationRows(const moepool_rows &x, int64_t first, int64_t count, int64_t columns, bool floats,
                                bool quantised)
     : ActivationRows(count, columns, floats && x.dtype != MOEPOOL_F32, quantised) {
     if (x.dtype == MOEPOOL_F32) x_ = static_cast<const float *>(x.data) + first * columns;
-    if (!floats_ && !quantised_) return;
+    if (!floats_.get() && !quantised_.get()) return;
     parallel_for(count, [&](int64_t row) {
         if (x.dtype == MOEPOOL_F32) return put(row, 0, columns, x_ + row * columns);
         for (int64_t column = 0; column < columns; column += kChunkColumns) {
@@ -43,8 +43,8 @@ ActivationRows::ActivationRows(const moepool_rows &x, int64_t first, int64_t cou
 }
 
 void ActivationRows::put(int64_t row, int64_t column, int64_t count, const float *x) {
-    if (floats_) std::copy_n(x, count, floats_.get() + row * columns_ + column);
-    if (quantised_)
+    if (floats_.get()) std::copy_n(x, count, floats_.get() + row * columns_ + column);
+    if (quantised_.get())
         kernels().quantise(x, column / kBlockColumns, count / kBlockColumns, quantised_.get() + row * chunks_);
 }
 

@@ -3,9 +3,9 @@
 #pragma once
 
 #include <cstdint>
-#include <memory>
 
 #include "cpu/kernels.h"
+#include "cpu/scratch.h"
 #include "moepool.h"
 
 namespace moepool {
@@ -27,8 +27,8 @@ class ActivationRows {
 
   private:
     const int64_t columns_, chunks_;  // of a row
-    const std::unique_ptr<float[]> floats_;
-    const std::unique_ptr<ActivationChunk[]> quantised_;
+    const Scratch<float> floats_;
+    const Scratch<ActivationChunk> quantised_;
     const float *x_;
 };
 

@@ -5,9 +5,9 @@
 
 namespace moepool {
 
-// Calls body(context, i) once for each i in [0, count), on the caller and the workers, and returns when all are done.
-// Items are handed out in rising order, a few at a time. The body must not throw. Calls from several threads share
-// the workers one call at a time; a call from within a body runs on its own thread. Each thread computes with
+// Calls body(context, i) once for each i in [0, count), on the caller and on those workers that come in time, and
+// returns when all are done. Items are handed out in rising order, a few at a time. The body must not throw. Calls from
+// several threads share the workers; a call from within a body runs on its own thread. Each thread computes with
 // subnormals kept and round to nearest, whatever its caller had set.
 void parallel_for(int64_t count, void (*body)(void *, int64_t), void *context);
 
