@@ -3,12 +3,14 @@
 // the standard library is used here.
 //
 // Beside what quant/decode.h asks of it, L has
-//   store(p, f)              lane by lane
-//   broadcast(x)             a float in all lanes
-//   splat(x)                 an int32 in all lanes
-//   dot<kMost, n>(a, u, q)   a + the sum over n words of u, bytes up to kMost, of each byte less zero(kMost) times its
-//                            column's q, -127 .. 127
-//   zero(most)               the code that counts as zero there
+//   store(p, f)         a float a lane
+//   broadcast(x)        a float in all lanes
+//   splat(x)            an int32 in all lanes
+//   kSide               vectors of rows that its registers hold the codes of a block for: what is loaded of an
+//                       activation then serves them all. kFloatSide: the same for the float types, for one column
+//   zero(most)          the code that dot takes for zero, if codes go up to `most`
+//   dot<kMost, from, n>(a, u, q)   adds to each a[i], i < kSide, the sum over the words u[i][from], ... (n of them) of
+//                       each of their bytes (up to kMost) less zero(kMost), times the q of its column, -127 .. 127
 #pragma once
 
 #include "cpu/kernels.h"
@@ -39,7 +41,7 @@ struct Prefetch {
     static constexpr int kLineWords = 16;
     static constexpr int kWords = T::info.panel_words(kChunkColumns) * kPanelRows;
     static constexpr int kFirst = T::info.word(1, kChunkColumns / T::info.block) * kPanelRows;
-    static constexpr bool kPages = (kWords - kFirst) * 4 >= 8192;
+    static constexpr bool kPages = kSteps == kChunkBlocks && (kWords - kFirst) * 4 >= 8192;
     static constexpr int kLines = (kWords / kLineWords + kSteps - 1) / kSteps;
     const uint32_t *panel;
     const bool ahead;
@@ -158,24 +160,31 @@ void multiply_blocks(const PanelJob &job) {
 template <class T, class L, int kBatch>
 void multiply_floats(const PanelJob &job, int first) {
     using F = typename L::F;
+    constexpr int kSide = L::kFloatSide;
+    constexpr int kGroups = kPanelRows / (L::kLanes * kSide);
     constexpr int kPanelWords = T::info.panel_words(kChunkColumns) * kPanelRows;
-    for (int g = 0; g < kPanelRows; g += L::kLanes) {
-        F total[kBatch] = {};
-        const uint32_t *words = job.panels + g;
-        for (int64_t column = 0; column < job.columns; column += kChunkColumns, words += kPanelWords) {
-            const int64_t left = job.columns - column;
-            const int width = left < kChunkColumns ? static_cast<int>(left) : kChunkColumns;
-            const Panel<L> panel{words, width};
-            F sum[kBatch] = {};
+    F total[kGroups][kBatch][kSide] = {};
+    const uint32_t *words = job.panels;
+    for (int64_t column = 0; column < job.columns; column += kChunkColumns, words += kPanelWords) {
+        const int64_t left = job.columns - column;
+        const int width = left < kChunkColumns ? static_cast<int>(left) : kChunkColumns;
+        for (int g = 0; g < kGroups; ++g) {
+            F sum[kBatch][kSide] = {};
             for (int k = 0; k < width; ++k) {
-                const F weight = Decode<T>::weight(panel, k);
+                F weight[kSide];
+                for (int i = 0; i < kSide; ++i)
+                    weight[i] = Decode<T>::weight(Panel<L>{words + (g * kSide + i) * L::kLanes, width}, k);
                 for (int t = 0; t < kBatch; ++t)
-                    sum[t] = L::fma(weight, L::broadcast(job.rows[first + t].x[column + k]), sum[t]);
+                    for (int i = 0; i < kSide; ++i)
+                        sum[t][i] = L::fma(weight[i], L::broadcast(job.rows[first + t].x[column + k]), sum[t][i]);
             }
-            for (int t = 0; t < kBatch; ++t) total[t] = total[t] + sum[t];
+            for (int t = 0; t < kBatch; ++t)
+                for (int i = 0; i < kSide; ++i) total[g][t][i] = total[g][t][i] + sum[t][i];
         }
-        for (int t = 0; t < kBatch; ++t) L::store(job.out[first + t] + g, total[t]);
     }
+    for (int g = 0; g < kGroups; ++g)
+        for (int t = 0; t < kBatch; ++t)
+            for (int i = 0; i < kSide; ++i) L::store(job.out[first + t] + (g * kSide + i) * L::kLanes, total[g][t][i]);
 }
 
 template <class T, class L>
