@@ -414,3 +414,42 @@ def test_import_touches_no_driver(devices: str) -> None:
 @needs_checkout
 def test_header_of_the_package_is_that_of_the_sources() -> None:
     assert (ROOT / "include" / "moepool.h").read_text() == HEADER
+
+
+# ------------------------------------------------------------------------------------------ the device code
+
+NVCC = build.find_nvcc(os.environ)
+needs_nvcc = pytest.mark.skipif(NVCC is None, reason="no nvcc")
+KERNELS = [path for path in sorted((ROOT / "csrc" / "cuda").glob("*.cu")) if "__global__" in path.read_text()]
+
+
+def ptx_without_named_fma(folder: Path, code: str, *flags: str) -> list[str]:
+    """Lines of the PTX that round otherwise than the source says, once every fma by name is taken out."""
+    source, out = folder / "scan.cu", folder / "scan.ptx"
+    source.write_text(
+        f"#include <cuda_runtime.h>\n#define __fmaf_rn(a, b, c) __fadd_rn(__fmul_rn(a, b), c)\n{code}\n"
+    )
+    includes = [f"-I{ROOT / 'include'}", f"-I{ROOT / 'csrc'}", "-DMOEPOOL_CUDA=1", "-arch=sm_90"]
+    run(NVCC, *flags, *includes, "-ptx", source, "-o", out)
+    return re.findall(r"^.*(?:\bfma\.|\.ftz|\.approx|\.full\.).*$", out.read_text(), flags=re.MULTILINE)
+
+
+@needs_checkout
+@needs_nvcc
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda path: str(path.stem))
+def test_device_code_rounds_as_the_source_says(kernel: Path, tmp_path: Path) -> None:
+    """No contraction, no flush to zero, no approximation (docs/numerics.md, section 6)."""
+    assert ptx_without_named_fma(tmp_path, f'#include "{kernel}"', *build.NVCC_FLAGS) == []
+
+
+@needs_checkout
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("flag", "expression"),
+    [("-fmad=true", "x[0] * x[1] + x[2]"), ("-ftz=true", "x[0] + x[1]"), ("-prec-div=false", "x[0] / x[1]")],
+)
+def test_the_scan_sees_what_it_looks_for(flag: str, expression: str, tmp_path: Path) -> None:
+    code = f"__global__ void kernel(float *x) {{ x[3] = {expression}; }}"
+    assert ptx_without_named_fma(tmp_path, code, *build.NVCC_FLAGS) == []
+    flags = [f for f in build.NVCC_FLAGS if not f.startswith(flag.split("=")[0])]
+    assert ptx_without_named_fma(tmp_path, code, *flags, flag) != []
