@@ -308,6 +308,11 @@ void moepool_pool_config_init(moepool_pool_config *config) {
     config->miss = MOEPOOL_MISS_STREAM;
     config->prompt_tokens = 32;
     config->admit = -1;
+    const moepool::PolicyConfig policy;
+    config->half_life = policy.half_life;
+    config->weight = policy.weight;
+    config->period = policy.period;
+    config->protected_percent = policy.protected_percent;
 }
 
 moepool_status moepool_pool_create(const moepool_store *store, const moepool_pool_config *config, moepool_pool **pool) {

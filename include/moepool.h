@@ -57,7 +57,7 @@ typedef enum moepool_status {
     MOEPOOL_ERROR_INTERNAL = 8       /* a fault of moepool itself: please report it */
 } moepool_status;
 
-enum { MOEPOOL_ABI_VERSION = 1 };
+enum { MOEPOOL_ABI_VERSION = 2 };
 
 /* The MOEPOOL_ABI_VERSION the library was built with. */
 MOEPOOL_API int32_t moepool_abi_version(void);
@@ -194,10 +194,18 @@ typedef struct moepool_pool moepool_pool;
 
 enum { MOEPOOL_CPU = -1 };
 
+/* Which experts are resident: docs/design.md, the residency law. Integers, no clocks: the same calls give the same hits
+ * on every device. */
 typedef int32_t moepool_policy;
 enum {
-    MOEPOOL_POLICY_LRU = 0,   /* evicts the expert used longest ago */
-    MOEPOOL_POLICY_STATIC = 1 /* holds the experts given at creation and no others */
+    MOEPOOL_POLICY_LRU = 0,    /* evicts the expert used longest ago */
+    MOEPOOL_POLICY_STATIC = 1, /* holds the experts given at creation and no others */
+    MOEPOOL_POLICY_LFU = 2,    /* evicts the one used least often; counts are halved every half_life steps */
+    MOEPOOL_POLICY_LFRU = 3,   /* the one used longest ago, where every use, halved likewise, is worth `weight` steps */
+    MOEPOOL_POLICY_SLRU = 4,   /* LRU in two segments: a hit protects an expert, one that is not protected goes first */
+    MOEPOOL_POLICY_REELECT = 5, /* every `period` steps the experts used most in it are elected; only they replace
+                                 * others, and only others go. Before the first election LRU */
+    MOEPOOL_POLICY_PINNED = 6   /* LRU, but the experts given at creation stay */
 };
 
 /* Who computes an expert that is wanted and not resident. Which experts become resident does not depend on it. */
@@ -224,8 +232,14 @@ typedef struct moepool_pool_config {
     int32_t admit;         /* the most experts admitted a step; -1: no limit */
     int64_t budget_bytes; /* on CUDA, the most that this pool's slots take; what does not fit gets no slot. 0: all pools
                            * of a device take at most half of the memory that they and nobody else use. */
-    int32_t hot_count;    /* MOEPOOL_POLICY_STATIC: the resident experts, at most `slots`, distinct; */
-    const int32_t *hot;   /* NULL: the first `slots` experts. Copied. */
+    int32_t hot_count;    /* STATIC, PINNED: the experts that stay, hottest first, distinct, at most `slots`; */
+    const int32_t *hot;   /* STATIC: NULL are the first `slots` experts. Copied. */
+    int32_t guard;        /* 1: a miss replaces an expert only if it was wanted more often, with counts that are halved
+                           * every half_life steps. Not for STATIC and REELECT */
+    int32_t half_life;    /* LFU, LFRU and guard: at least 1; 256 */
+    int32_t weight;       /* LFRU: 0 .. 1048576; 16 */
+    int32_t period;       /* REELECT: at least 1; 256 */
+    int32_t protected_percent; /* SLRU: the most slots that are protected, 0 .. 100 percent; 75 */
 } moepool_pool_config;
 
 /* Counts since creation. An expert counts once a step, however many places want it. */
@@ -248,7 +262,8 @@ typedef struct moepool_pool_stats {
     int64_t pinned_bytes; /* of the layer's records, page-locked */
 } moepool_pool_stats;
 
-/* Fills `config` with the defaults: layer 0, 0 slots, CPU, LRU, stream, 32, -1, no hot list. */
+/* Fills `config` with the defaults: layer 0, 0 slots, CPU, LRU, stream, 32, -1, no hot list, no guard, and the figures
+ * said above. */
 MOEPOOL_API void moepool_pool_config_init(moepool_pool_config *config);
 
 MOEPOOL_API moepool_status moepool_pool_create(const moepool_store *store, const moepool_pool_config *config,

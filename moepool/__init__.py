@@ -51,6 +51,7 @@ from moepool.errors import (
 from moepool.ffn import ExpertFFN
 from moepool.memory import Memory, memory
 from moepool.ops import add, combine, matmul_id, swiglu
+from moepool.policy import Policy
 from moepool.pool import Pool, PoolMatrix, PoolStats, Route
 from moepool.store import ExpertStore, Layer, MatrixInfo
 
@@ -69,6 +70,7 @@ __all__ = [
     "MoePoolError",
     "MoePoolWarning",
     "OutOfMemoryError",
+    "Policy",
     "Pool",
     "PoolMatrix",
     "PoolStats",

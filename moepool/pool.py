@@ -15,13 +15,13 @@ from moepool import arrays, cuda
 from moepool._native import handles
 from moepool.checks import choice, count, integer
 from moepool.errors import ArgumentError, IdError, warn
+from moepool.policy import Policy, PolicyName, policy_of
 from moepool.store import Layer, MatrixInfo
 
-__all__ = ["Miss", "Phase", "Policy", "Pool", "PoolMatrix", "PoolStats", "Route"]
+__all__ = ["Miss", "Phase", "Pool", "PoolMatrix", "PoolStats", "Route"]
 
 log = logging.getLogger("moepool")
 
-Policy = Literal["lru", "static"]
 Miss = Literal["stream", "host"]
 Phase = Literal["auto", "decode", "prompt"]
 
@@ -137,12 +137,14 @@ class Pool:
         and leaves the pool as it is if that is more than there are slots. Only decode steps fill them.
     device : str
         "cpu", "cuda" or "cuda:N".
-    policy : {"lru", "static"}
-        "lru" evicts the expert used longest ago. "static" holds the experts of `hot` and no others.
+    policy : str or Policy
+        Which experts become resident: a :class:`Policy`, or the name of one with its defaults: "lru" evicts the
+        expert used longest ago, "static" holds the experts of `hot` and no others.
     miss : {"stream", "host"}
         Who computes a wanted expert that is not resident: the device, or the CPU.
     hot : sequence of int, optional
-        For "static": the resident experts, distinct, at most `slots`. None takes the first `slots` experts.
+        For "static" and "pinned": the experts that stay, hottest first, distinct, at most `slots`. For "static"
+        None takes the first `slots` experts.
     prompt_tokens : int
         Steps of more tokens than this are prompts unless :meth:`resolve` is told otherwise: they use what is
         resident and leave the pool as it is.
@@ -158,7 +160,8 @@ class Pool:
     slots : int
         How many there are: fewer than asked for if there are fewer experts, or memory is short.
     experts : int
-    device, policy, miss : str
+    device, miss : str
+    policy : Policy
 
     Raises
     ------
@@ -199,7 +202,7 @@ class Pool:
         slots: int,
         *,
         device: str = "cpu",
-        policy: Policy = "lru",
+        policy: Policy | PolicyName = "lru",
         miss: Miss = "stream",
         hot: Sequence[int] | npt.NDArray[np.integer[Any]] | None = None,
         prompt_tokens: int = 32,
@@ -211,8 +214,11 @@ class Pool:
                 f"layer is a {type(layer).__name__}; it must be a layer of a store, store[0] for example"
             )
         slots = count("slots", slots)
-        if hot is not None and policy != "static":
-            raise ArgumentError(f"hot belongs to policy='static', not to {policy!r}")
+        policy = policy_of(policy)
+        if hot is not None and policy.name not in ("static", "pinned"):
+            raise ArgumentError(f"hot belongs to the policies 'static' and 'pinned', not to {policy.name!r}")
+        if hot is None and policy.name == "pinned":
+            raise ArgumentError("policy 'pinned' needs hot=[...]: the experts that stay")
         if slots > layer.experts:
             warn(f"{slots} slots for a layer of {layer.experts} experts: the pool has {layer.experts} slots")
             slots = layer.experts
@@ -228,7 +234,7 @@ class Pool:
             layer=layer.index,
             slots=slots,
             device=self._device,
-            policy=choice("policy", policy, handles.POLICIES),
+            **policy.config(),
             miss=choice("miss", miss, handles.MISSES),
             prompt_tokens=count("prompt_tokens", prompt_tokens),
             admit=-1 if admit is None else count("admit", admit),

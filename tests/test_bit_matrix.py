@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 
 import moepool
 from moepool.ops import Half
-from moepool.pool import Miss, Phase, Policy
+from moepool.policy import PolicyName
+from moepool.pool import Miss, Phase
 from tests import cases, spec
 from tests.support import (
     F32,
@@ -43,7 +44,7 @@ WANTED = np.array([1, 3, 4, 6], np.int32)  # calls name these alone, so that a p
 OTHERS = [0, 2, 5, 7]
 TOKENS = (1, 3, 9, 33)
 MISSES: tuple[Miss, ...] = ("stream", "host")
-POLICIES: tuple[Policy, ...] = ("lru", "static")
+POLICIES: tuple[PolicyName, ...] = ("lru", "static", "lfu", "lfru", "slru", "reelect")
 PHASES: tuple[Phase, ...] = ("auto", "decode", "prompt")
 HALVES: tuple[Half, ...] = ("hot", "cold")
 STATES = ("cold", "hit", "full eviction", "hit and reload", "rebuilt pool", "bypass", "prompt")
@@ -192,7 +193,7 @@ class Serving:
     kernel: str
     threads: int
     slots: int
-    policy: Policy
+    policy: PolicyName
     miss: Miss
     admit: int | None
     cuts: tuple[int, ...]  # where the tokens are split into steps

@@ -39,7 +39,7 @@ def rows(tokens: int) -> F32:
 def test_attributes_of_a_pool(layer: moepool.Layer) -> None:
     with moepool.Pool(layer, slots=3, policy="static", miss="host") as pool:
         assert (pool.layer, pool.slots, pool.experts) == (layer, 3, EXPERTS)
-        assert (pool.device, pool.policy, pool.miss, pool.closed) == ("cpu", "static", "host", False)
+        assert (pool.device, pool.policy.name, pool.miss, pool.closed) == ("cpu", "static", "host", False)
         assert repr(pool) == "<Pool of block 0 on cpu: 3 slots for 8 experts, static, host>"
         matrix = pool.weight
         assert matrix == pool.matrix("weight") == pool.matrices["weight"]
@@ -92,14 +92,14 @@ WRONG: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "a fraction of slots": ({"slots": 2.5}, moepool.ArgumentError, "slots is 2.5; it must be an integer"),
     "too many slots for an integer": ({"slots": 2**31}, moepool.ArgumentError, "slots is 2147483648"),
     "device": ({"device": "tpu"}, moepool.ArgumentError, "device is 'tpu'"),
-    "policy": ({"policy": "lfu"}, moepool.ArgumentError, "policy is 'lfu'; it must be 'lru' or 'static'"),
+    "policy": ({"policy": "mru"}, moepool.ArgumentError, "policy is 'mru'; it must be 'lru' or 'static'"),
     "no policy": ({"policy": []}, moepool.ArgumentError, r"policy is \[\]; it must be 'lru' or 'static'"),
     "one hot": ({"policy": "static", "hot": 3}, moepool.ArgumentError, r"hot is 3; .* \[3\] for one"),
     "miss": ({"miss": "wait"}, moepool.ArgumentError, "miss is 'wait'; it must be 'stream' or 'host'"),
     "prompt_tokens": ({"prompt_tokens": -1}, moepool.ArgumentError, "prompt_tokens is -1"),
     "admit": ({"admit": -2}, moepool.ArgumentError, "admit is -2"),
     "budget": ({"budget_bytes": 0}, moepool.ArgumentError, "budget_bytes is 0"),
-    "hot for lru": ({"hot": [1]}, moepool.ArgumentError, "hot belongs to policy='static', not to 'lru'"),
+    "hot for lru": ({"hot": [1]}, moepool.ArgumentError, "hot belongs to the policies .*, not to 'lru'"),
     "hot past the experts": ({"policy": "static", "hot": [1, 8]}, moepool.IdError, r"hot\[1\] is expert 8"),
     "negative hot": ({"policy": "static", "hot": [-1]}, moepool.IdError, r"hot\[0\] is expert -1"),
     "huge hot": ({"policy": "static", "hot": [2**40]}, moepool.IdError, "1099511627776"),

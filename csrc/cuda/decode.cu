@@ -172,7 +172,11 @@ void Decoder::load(const Residency::Snapshot &residency) {
     const OnDevice on(device_);
     copy(slot_of_.get(), residency.slot_of.data(), layer_.experts() * static_cast<int64_t>(sizeof(int32_t)));
     copy(expert_in_.get(), residency.expert_in.data(), slots_ * static_cast<int64_t>(sizeof(int32_t)));
-    copy(stamp_.get(), residency.stamp.data(), slots_ * static_cast<int64_t>(sizeof(int64_t)));
+    std::vector<int64_t> stamps(static_cast<size_t>(slots_), 0);
+    for (size_t slot = 0; slot < stamps.size(); ++slot)
+        if (const int32_t expert = residency.expert_in[slot]; expert >= 0)
+            stamps[slot] = residency.uses[static_cast<size_t>(expert)].last;
+    copy(stamp_.get(), stamps.data(), slots_ * static_cast<int64_t>(sizeof(int64_t)));
     copy(&state_.get()->tick, &residency.tick, sizeof residency.tick);
 }
 
@@ -186,13 +190,17 @@ DeviceSteps::Counts Decoder::store(Residency::Snapshot &residency) {
         last_.wait();
     residency.slot_of.resize(static_cast<size_t>(layer_.experts()));
     residency.expert_in.resize(static_cast<size_t>(slots_));
-    residency.stamp.resize(static_cast<size_t>(slots_));
+    residency.uses.assign(static_cast<size_t>(layer_.experts()), Use{});
+    std::vector<int64_t> stamps(static_cast<size_t>(slots_));
     DeviceState state;
     copy(residency.slot_of.data(), slot_of_.get(), layer_.experts() * static_cast<int64_t>(sizeof(int32_t)));
     copy(residency.expert_in.data(), expert_in_.get(), slots_ * static_cast<int64_t>(sizeof(int32_t)));
-    copy(residency.stamp.data(), stamp_.get(), slots_ * static_cast<int64_t>(sizeof(int64_t)));
+    copy(stamps.data(), stamp_.get(), slots_ * static_cast<int64_t>(sizeof(int64_t)));
     copy(&state, state_.get(), sizeof state);
     residency.tick = state.tick;
+    for (size_t slot = 0; slot < stamps.size(); ++slot)
+        if (const int32_t expert = residency.expert_in[slot]; expert >= 0)
+            residency.uses[static_cast<size_t>(expert)].last = stamps[slot];
     return state.counts;
 }
 

@@ -122,7 +122,8 @@ void CudaSlots::settle() {
     check(cudaStreamSynchronize(staging_), "waiting for copies");
 }
 
-DeviceSteps *CudaSlots::device_steps(moepool_policy policy, int admit) {
+DeviceSteps *CudaSlots::device_steps(const PolicyConfig &policy, int admit) {
+    if (policy.guard || (policy.kind != MOEPOOL_POLICY_LRU && policy.kind != MOEPOOL_POLICY_STATIC)) return nullptr;
     if (decoder_ || Decoder::refuses(layer_, count_)) return decoder_.get();
     if (!pinning_.pinned(layer_.record(layer_.experts() - 1))) return nullptr;
     if (no_decoder_) return nullptr;
@@ -135,7 +136,7 @@ DeviceSteps *CudaSlots::device_steps(moepool_policy policy, int admit) {
             records.push_back(static_cast<const uint8_t *>(address));
         }
         decoder_ = std::make_unique<Decoder>(device_, layer_, records, count_, arena_.get(),
-                                             policy == MOEPOOL_POLICY_STATIC, admit);
+                                             policy.kind == MOEPOOL_POLICY_STATIC, admit);
     } catch (const Error &error) {
         // The host can take the steps all the same.
         if (error.status() != MOEPOOL_ERROR_OUT_OF_MEMORY && error.status() != MOEPOOL_ERROR_UNSUPPORTED) throw;

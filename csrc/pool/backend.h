@@ -58,7 +58,7 @@ class Slots {
     // Waits until fills and the ops of routes that have ended are done.
     virtual void settle() {}
     // NULL: this device, or this layer on it, has none.
-    virtual DeviceSteps *device_steps(moepool_policy, int /*admit*/) { return nullptr; }
+    virtual DeviceSteps *device_steps(const PolicyConfig &, int /*admit*/) { return nullptr; }
 };
 
 class Backend {

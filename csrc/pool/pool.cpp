@@ -9,12 +9,6 @@ namespace moepool {
 
 namespace {
 
-moepool_policy checked_policy(moepool_policy policy) {
-    if (policy != MOEPOOL_POLICY_LRU && policy != MOEPOOL_POLICY_STATIC)
-        fail(MOEPOOL_ERROR_ARGUMENT, "%d is not a policy", static_cast<int>(policy));
-    return policy;
-}
-
 moepool_miss checked_miss(moepool_miss miss) {
     if (miss != MOEPOOL_MISS_STREAM && miss != MOEPOOL_MISS_HOST)
         fail(MOEPOOL_ERROR_ARGUMENT, "%d is not a way to serve misses", static_cast<int>(miss));
@@ -29,6 +23,40 @@ int64_t checked_budget(int64_t bytes) {
 int at_least(int value, int least, const char *name) {
     if (value < least) fail(MOEPOOL_ERROR_ARGUMENT, "%s is %d: it must be at least %d", name, value, least);
     return value;
+}
+
+int between(int value, int least, int most, const char *name) {
+    if (value < least || value > most)
+        fail(MOEPOOL_ERROR_ARGUMENT, "%s is %d: it must be %d to %d", name, value, least, most);
+    return value;
+}
+
+PolicyConfig checked_policy(const moepool_pool_config &config) {
+    const moepool_policy kind = config.policy;
+    if (kind < MOEPOOL_POLICY_LRU || kind > MOEPOOL_POLICY_PINNED)
+        fail(MOEPOOL_ERROR_ARGUMENT, "%d is not a policy", static_cast<int>(kind));
+    PolicyConfig policy;
+    policy.kind = kind;
+    policy.guard = between(config.guard, 0, 1, "guard") == 1;
+    if (policy.guard && (kind == MOEPOOL_POLICY_STATIC || kind == MOEPOOL_POLICY_REELECT))
+        fail(MOEPOOL_ERROR_ARGUMENT, "guard has no meaning with %s",
+             kind == MOEPOOL_POLICY_STATIC ? "the static policy, which admits nobody"
+                                           : "reelect, whose elections decide who comes in");
+    policy.half_life = at_least(config.half_life, 1, "half_life");
+    policy.weight = between(config.weight, 0, 1 << 20, "weight");
+    policy.period = at_least(config.period, 1, "period");
+    policy.protected_percent = between(config.protected_percent, 0, 100, "protected_percent");
+    const bool takes_hot = kind == MOEPOOL_POLICY_STATIC || kind == MOEPOOL_POLICY_PINNED;
+    if (config.hot && !takes_hot)
+        fail(MOEPOOL_ERROR_ARGUMENT, "hot experts are only for the policies static and pinned");
+    if (kind == MOEPOOL_POLICY_PINNED && !config.hot)
+        fail(MOEPOOL_ERROR_ARGUMENT, "the policy pinned needs hot experts: those that stay");
+    if (takes_hot && !config.hot && config.hot_count)
+        fail(MOEPOOL_ERROR_ARGUMENT, "hot_count is %d, but hot is NULL", config.hot_count);
+    if (config.hot && at_least(config.hot_count, 0, "hot_count") > config.slots)
+        fail(MOEPOOL_ERROR_ARGUMENT, "%d hot experts do not fit %d slots", config.hot_count, config.slots);
+    policy.pinned = kind == MOEPOOL_POLICY_PINNED ? config.hot_count : 0;
+    return policy;
 }
 
 const Store &sealed(const Store &store) {
@@ -57,7 +85,7 @@ Pool::Pool(std::shared_ptr<const Store> store, const moepool_pool_config &config
       layer_(sealed(*store_).layer(config.layer)),
       device_(config.device),
       backend_(backend(config.device)),
-      policy_(checked_policy(config.policy)),
+      policy_(checked_policy(config)),
       miss_(checked_miss(config.miss)),
       admit_(at_least(config.admit, -1, "admit")),
       prompt_tokens_(at_least(config.prompt_tokens, 0, "prompt_tokens")),
@@ -65,15 +93,9 @@ Pool::Pool(std::shared_ptr<const Store> store, const moepool_pool_config &config
                                  checked_budget(config.budget_bytes))),
       residency_(layer_.experts(), slots_->count(), policy_, admit_),
       leases_(static_cast<size_t>(residency_.slots()), 0) {
-    if (config.hot && config.policy != MOEPOOL_POLICY_STATIC)
-        fail(MOEPOOL_ERROR_ARGUMENT, "hot experts are only for the static policy");
     std::vector<Residency::Admission> hot;
-    if (config.policy == MOEPOOL_POLICY_STATIC) {
-        if (!config.hot && config.hot_count)
-            fail(MOEPOOL_ERROR_ARGUMENT, "hot_count is %d, but hot is NULL", config.hot_count);
-        const int count = config.hot ? at_least(config.hot_count, 0, "hot_count") : residency_.slots();
-        if (count > config.slots)
-            fail(MOEPOOL_ERROR_ARGUMENT, "%d hot experts do not fit %d slots", count, config.slots);
+    if (policy_.kind == MOEPOOL_POLICY_STATIC || policy_.kind == MOEPOOL_POLICY_PINNED) {
+        const int count = config.hot ? config.hot_count : residency_.slots();
         for (int i = 0; i < count; ++i) {
             const int expert = config.hot ? config.hot[i] : i;
             if (expert < 0 || expert >= layer_.experts())
@@ -174,7 +196,7 @@ bool Pool::is_prompt(int64_t tokens, moepool_phase phase) const {
 
 void Pool::fetch_residency() const {
     if (!device_steps_) return;
-    Residency::Snapshot snapshot;
+    Residency::Snapshot snapshot = {};
     device_counts_ = device_steps_->store(snapshot);
     residency_.restore(snapshot);
 }

@@ -49,7 +49,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
     const Layer &layer_;
     const int device_;
     const Backend &backend_;
-    const moepool_policy policy_;
+    const PolicyConfig policy_;
     const moepool_miss miss_;
     const int admit_;
     const int prompt_tokens_;

@@ -4,12 +4,20 @@
 
 namespace moepool {
 
-Residency::Residency(int experts, int slots, moepool_policy policy, int admit)
+namespace {
+
+constexpr int kFewVictims = 16;  // up to here they are found in one pass over the slots
+
+}  // namespace
+
+Residency::Residency(int experts, int slots, const PolicyConfig &policy, int admit)
     : policy_(policy),
       admit_(admit),
       slot_of_(static_cast<size_t>(experts), -1),
       expert_in_(static_cast<size_t>(slots), -1),
-      stamp_(static_cast<size_t>(slots), 0) {}
+      uses_(static_cast<size_t>(experts), Use{}),
+      taken_(static_cast<size_t>(slots), 0),
+      worth_(static_cast<size_t>(slots), 0) {}
 
 int Residency::resident() const {
     return slots() - static_cast<int>(std::count(expert_in_.begin(), expert_in_.end(), -1));
@@ -22,50 +30,181 @@ void Residency::place(int expert, int slot) {
 
 void Residency::clear(int slot) {
     const int expert = expert_in(slot);
-    if (expert >= 0) slot_of_[static_cast<size_t>(expert)] = -1;
+    if (expert >= 0) {
+        slot_of_[static_cast<size_t>(expert)] = -1;
+        if (policy_.kind == MOEPOOL_POLICY_SLRU) {
+            protected_ -= use(expert).marked;
+            use(expert).marked = 0;
+        }
+    }
     expert_in_[static_cast<size_t>(slot)] = -1;
-    stamp_[static_cast<size_t>(slot)] = 0;
 }
 
-Residency::Step Residency::step(const std::vector<int> &wanted, bool prompt, const std::vector<int> &leases) {
-    Step step;
-    step.tick = ++tick_;
-    step.bypass = prompt || static_cast<int>(wanted.size()) > slots();
+void Residency::restore(const Snapshot &snapshot) {
+    tick_ = snapshot.tick;
+    election_ = snapshot.election;
+    slot_of_ = snapshot.slot_of;
+    expert_in_ = snapshot.expert_in;
+    uses_ = snapshot.uses;
+    protected_ = 0;
+    if (policy_.kind == MOEPOOL_POLICY_SLRU)
+        for (const Use &used : uses_) protected_ += used.marked;
+}
 
-    std::vector<int> missing;
-    std::vector<bool> taken(expert_in_.size(), false);  // no victim: wanted, or pinned
-    for (const int expert : wanted) {
-        const int slot = slot_of(expert);
-        if (slot < 0) {
-            missing.push_back(expert);
-            continue;
+const Residency::Step &Residency::step(const int *wanted, int count, bool prompt, const int *leases) {
+    step_.tick = ++tick_;
+    step_.bypass = prompt || count > slots();
+    step_.hits = 0;
+    step_.admissions.clear();
+    missing_.clear();
+    for (int i = 0; i < count; ++i) {
+        if (slot_of(wanted[i]) >= 0)
+            ++step_.hits;
+        else
+            missing_.push_back(wanted[i]);
+    }
+    step_.misses = static_cast<int>(missing_.size());
+    if (step_.bypass) return step_;
+    switch (policy_.kind) {
+        case MOEPOOL_POLICY_STATIC:
+            take<MOEPOOL_POLICY_STATIC>(wanted, count, leases);
+            break;
+        case MOEPOOL_POLICY_LFU:
+            take<MOEPOOL_POLICY_LFU>(wanted, count, leases);
+            break;
+        case MOEPOOL_POLICY_LFRU:
+            take<MOEPOOL_POLICY_LFRU>(wanted, count, leases);
+            break;
+        case MOEPOOL_POLICY_SLRU:
+            take<MOEPOOL_POLICY_SLRU>(wanted, count, leases);
+            break;
+        case MOEPOOL_POLICY_REELECT:
+            take<MOEPOOL_POLICY_REELECT>(wanted, count, leases);
+            break;
+        case MOEPOOL_POLICY_PINNED:
+            take<MOEPOOL_POLICY_PINNED>(wanted, count, leases);
+            break;
+        default:
+            take<MOEPOOL_POLICY_LRU>(wanted, count, leases);
+    }
+    return step_;
+}
+
+// The step of one kind of policy, known at compile time: simulations take millions.
+template <moepool_policy kKind>
+void Residency::take(const int *wanted, int count, const int *leases) {
+    PolicyConfig p = policy_;
+    p.kind = kKind;
+    uint32_t epoch = 0;
+    if (policy::counts(p)) epoch = policy::epoch_of(p, tick_);
+    if (kKind == MOEPOOL_POLICY_REELECT && epoch != election_) elect(epoch);
+    for (int i = 0; i < count; ++i) {
+        Use &used = use(wanted[i]);
+        if (policy::counts(p)) policy::count_use(p, used, epoch);
+        used.last = tick_;
+        if (kKind == MOEPOOL_POLICY_SLRU && slot_of(wanted[i]) >= 0) {
+            protected_ += !used.marked;
+            used.marked = 1;
         }
-        ++step.hits;
-        taken[static_cast<size_t>(slot)] = true;
-        if (!step.bypass) stamp_[static_cast<size_t>(slot)] = step.tick;
     }
-    step.misses = static_cast<int>(missing.size());
-    if (step.bypass || policy_ == MOEPOOL_POLICY_STATIC) return step;
-    if (admit_ >= 0 && step.misses > admit_) missing.resize(static_cast<size_t>(admit_));
-    if (missing.empty()) return step;
+    if (kKind == MOEPOOL_POLICY_SLRU) protect_fewer(policy::most_protected(p, slots()));
+    if (kKind == MOEPOOL_POLICY_STATIC || missing_.empty() || admit_ == 0) return;
 
-    std::vector<int> victims;
-    for (int slot = 0; slot < slots(); ++slot)
-        if (!taken[static_cast<size_t>(slot)] && leases[static_cast<size_t>(slot)] == 0) victims.push_back(slot);
-    const size_t admitted = std::min(victims.size(), missing.size());
-    std::partial_sort(victims.begin(), victims.begin() + static_cast<std::ptrdiff_t>(admitted), victims.end(),
-                      [&](int a, int b) {
-                          const auto key = [&](int slot) { return stamp_[static_cast<size_t>(slot)]; };
-                          return key(a) != key(b) ? key(a) < key(b) : a < b;
-                      });
-    for (size_t i = 0; i < admitted; ++i) {
-        const int slot = victims[i], evicted = expert_in(slot);
-        clear(slot);
-        place(missing[i], slot);
-        stamp_[static_cast<size_t>(slot)] = step.tick;
-        step.admissions.push_back({missing[i], slot, evicted});
+    for (int i = 0; i < count; ++i)
+        if (const int slot = slot_of(wanted[i]); slot >= 0) taken_[static_cast<size_t>(slot)] = 1;
+    admit<kKind>(leases, epoch);
+    for (int i = 0; i < count; ++i)
+        if (const int slot = slot_of(wanted[i]); slot >= 0) taken_[static_cast<size_t>(slot)] = 0;
+}
+
+template <moepool_policy kKind>
+void Residency::admit(const int *leases, uint32_t epoch) {
+    PolicyConfig p = policy_;
+    p.kind = kKind;
+    if (policy::ranks_misses(p) && missing_.size() > 1)
+        std::stable_sort(missing_.begin(), missing_.end(), [&](int a, int b) {
+            return policy::claim(p, use(a), epoch) > policy::claim(p, use(b), epoch);
+        });
+    int most = step_.misses;
+    if (admit_ >= 0) most = std::min(most, admit_);
+    const int count = slots();
+    for (int slot = 0; slot < count; ++slot) {
+        const auto s = static_cast<size_t>(slot);
+        const int expert = expert_in_[s];
+        int64_t worth = policy::kEmpty;
+        if (expert >= 0) {
+            worth = policy::worth(p, use(expert), epoch);
+            if (taken_[s] || !policy::may_go(p, use(expert), slot)) worth = policy::kNever;
+        }
+        if (leases && leases[s]) worth = policy::kNever;
+        worth_[s] = worth;
     }
-    return step;
+    const int found = find_victims(most);
+    for (int i = 0; i < found; ++i) {
+        const int expert = missing_[static_cast<size_t>(i)], slot = order_[static_cast<size_t>(i)].second;
+        const int evicted = expert_in(slot);
+        if (evicted >= 0) {
+            if (!policy::may_replace(p, use(expert), use(evicted), epoch, election_ != 0)) continue;
+            clear(slot);
+        }
+        place(expert, slot);
+        step_.admissions.push_back({expert, slot, evicted});
+    }
+}
+
+// The first `most` victims in rising (worth, slot), or as many as there are, to order_.
+int Residency::find_victims(int most) {
+    order_.clear();
+    const int count = slots();
+    if (most > kFewVictims) {
+        for (int slot = 0; slot < count; ++slot)
+            if (const int64_t worth = worth_[static_cast<size_t>(slot)]; worth != policy::kNever)
+                order_.emplace_back(worth, slot);
+        const auto found = std::min(order_.size(), static_cast<size_t>(most));
+        std::partial_sort(order_.begin(), order_.begin() + static_cast<std::ptrdiff_t>(found), order_.end());
+        return static_cast<int>(found);
+    }
+    order_.resize(static_cast<size_t>(most));
+    int found = 0;
+    int64_t last = policy::kNever;  // of those found; the next one must be worth less, once there are enough
+    for (int slot = 0; slot < count; ++slot) {
+        const int64_t worth = worth_[static_cast<size_t>(slot)];
+        if (worth >= last) continue;
+        int at = found < most ? found++ : most - 1;
+        for (; at > 0 && order_[static_cast<size_t>(at - 1)].first > worth; --at)
+            order_[static_cast<size_t>(at)] = order_[static_cast<size_t>(at - 1)];
+        order_[static_cast<size_t>(at)] = {worth, slot};
+        if (found == most) last = order_[static_cast<size_t>(most - 1)].first;
+    }
+    return found;
+}
+
+void Residency::elect(uint32_t epoch) {
+    order_.clear();
+    for (int expert = 0; expert < experts(); ++expert) {
+        if (const int64_t votes = policy::votes(policy_, use(expert), election_)) order_.emplace_back(-votes, expert);
+        use(expert).marked = 0;
+    }
+    const auto elected = std::min(order_.size(), expert_in_.size());
+    std::partial_sort(order_.begin(), order_.begin() + static_cast<std::ptrdiff_t>(elected), order_.end());
+    for (size_t i = 0; i < elected; ++i) use(order_[i].second).marked = 1;
+    election_ = epoch;
+}
+
+void Residency::protect_fewer(int most) {
+    if (protected_ <= most) return;
+    order_.clear();
+    for (int slot = 0; slot < slots(); ++slot)
+        if (const int expert = expert_in(slot); expert >= 0 && use(expert).marked)
+            order_.emplace_back(use(expert).last, slot);
+    const int excess = protected_ - most;
+    std::partial_sort(order_.begin(), order_.begin() + excess, order_.end());
+    for (int i = 0; i < excess; ++i) {
+        Use &used = use(expert_in(order_[static_cast<size_t>(i)].second));
+        used.marked = 0;
+        used.last = tick_;
+    }
+    protected_ = most;
 }
 
 }  // namespace moepool

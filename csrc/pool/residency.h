@@ -1,21 +1,29 @@
 // The residency law: which expert is in which slot, and what one step changes. Integers only, no clocks: whoever
-// follows it counts the same hits. This is its definition, for the pools of every device and for whoever simulates
-// them. cuda/resolve_block.h takes the same step on the device, where the host can not be asked; tests replay traces
-// through both.
+// follows it counts the same hits. This is its definition, for the pools of every device and for the simulator, with
+// the arithmetic of the policies in policy.h. cuda/resolve_block.h takes the same step on the device, where the host
+// can not be asked; tests replay traces through both.
 //
 // * One resolve that wants at least one expert is one step; its tick is the number of steps so far, from 1.
 // * A step bypasses if it is a prompt step or wants more distinct experts than there are slots: nothing is admitted,
-//   evicted or stamped, residents are used where they are.
-// * Otherwise hits take the tick. The missing experts, in rising id and at most `admit` of them, take the victims in
-//   rising (stamp, slot), empty slots first. A wanted expert is never a victim, nor is one that a lease pins: if that
-//   leaves too few victims, the rest of the missing are not admitted.
-// * LRU stamps with the tick. Static admits nobody: its residents are set when the pool is made.
+//   evicted, stamped or counted, residents are used where they are.
+// * Otherwise, in this order:
+//   - reelect: if an election is due, the experts with the most votes, as many as there are slots, are elected.
+//   - Every wanted expert, resident or not, takes the tick, and counts a use.
+//   - slru: hits become protected. While more than the segment takes are, the one used longest ago (ties by slot) is so
+//     no more, and takes the tick.
+//   - The missing experts, by falling claim, then rising id, and at most `admit` of them, meet the victims, by rising
+//     worth, then rising slot, empty slots first; the i-th of these the i-th of those. Each that may replace its victim
+//     is admitted; an empty slot takes any. A wanted expert is never a victim, nor is one that a lease pins, nor one
+//     that the policy keeps: if that leaves too few victims, the rest of the missing are not admitted.
+// * Static admits nobody: its residents are set when the pool is made.
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "moepool.h"
+#include "pool/policy.h"
 
 namespace moepool {
 
@@ -29,48 +37,67 @@ class Residency {
         int64_t tick = 0;
         bool bypass = false;
         int hits = 0, misses = 0;
-        std::vector<Admission> admissions;  // in rising expert
+        std::vector<Admission> admissions;  // in the order of the law
     };
 
     // All that a step depends on.
     struct Snapshot {
         int64_t tick;
+        uint32_t election;
         std::vector<int32_t> slot_of, expert_in;
-        std::vector<int64_t> stamp;
+        std::vector<Use> uses;
     };
 
     // admit: the most experts admitted a step; -1: no limit.
-    Residency(int experts, int slots, moepool_policy policy, int admit);
+    Residency(int experts, int slots, const PolicyConfig &policy, int admit);
 
     int experts() const { return static_cast<int>(slot_of_.size()); }
     int slots() const { return static_cast<int>(expert_in_.size()); }
     int slot_of(int expert) const { return slot_of_[static_cast<size_t>(expert)]; }
     int expert_in(int slot) const { return expert_in_[static_cast<size_t>(slot)]; }
     int resident() const;
+    const PolicyConfig &policy() const { return policy_; }
 
     // Puts an expert into a slot outside of any step.
     void place(int expert, int slot);
     // Takes back an admission whose record could not be copied: the slot is empty.
     void clear(int slot);
 
-    // wanted: distinct, rising, not empty. leases: how often each slot is pinned.
-    Step step(const std::vector<int> &wanted, bool prompt, const std::vector<int> &leases);
-
-    Snapshot snapshot() const { return {tick_, slot_of_, expert_in_, stamp_}; }
-    void restore(const Snapshot &snapshot) {
-        tick_ = snapshot.tick;
-        slot_of_ = snapshot.slot_of;
-        expert_in_ = snapshot.expert_in;
-        stamp_ = snapshot.stamp;
+    // wanted: `count` of them, at least one, distinct, rising. leases: how often each slot is pinned; NULL: none is.
+    // What it gives holds until the next step.
+    const Step &step(const int *wanted, int count, bool prompt, const int *leases = nullptr);
+    const Step &step(const std::vector<int> &wanted, bool prompt, const std::vector<int> &leases) {
+        return step(wanted.data(), static_cast<int>(wanted.size()), prompt, leases.data());
     }
 
+    Snapshot snapshot() const { return {tick_, election_, slot_of_, expert_in_, uses_}; }
+    void restore(const Snapshot &snapshot);
+
   private:
-    moepool_policy policy_;
-    int admit_;
+    Use &use(int expert) { return uses_[static_cast<size_t>(expert)]; }
+    template <moepool_policy kKind>
+    void take(const int *wanted, int count, const int *leases);
+    template <moepool_policy kKind>
+    void admit(const int *leases, uint32_t epoch);
+    void elect(uint32_t epoch);
+    void protect_fewer(int most);
+    int find_victims(int most);
+
+    const PolicyConfig policy_;
+    const int admit_;
     int64_t tick_ = 0;
-    std::vector<int> slot_of_;    // by expert, -1: not resident
-    std::vector<int> expert_in_;  // by slot, -1: empty
-    std::vector<int64_t> stamp_;  // by slot; 0: empty
+    int protected_ = 0;               // slru: experts in that segment
+    uint32_t election_ = 0;           // reelect: epoch of the last one; 0: there was none
+    std::vector<int32_t> slot_of_;    // by expert, -1: not resident
+    std::vector<int32_t> expert_in_;  // by slot, -1: empty
+    std::vector<Use> uses_;           // by expert
+
+    // Of the step under way; kept, so that a step allocates nothing.
+    Step step_;
+    std::vector<int> missing_;
+    std::vector<uint8_t> taken_;  // by slot: wanted
+    std::vector<int64_t> worth_;  // by slot
+    std::vector<std::pair<int64_t, int>> order_;
 };
 
 }  // namespace moepool

@@ -21,7 +21,10 @@ from moepool.errors import StateError
 Int32s = npt.NDArray[np.int32]
 
 DTYPES = {"float32": lib.MOEPOOL_F32, "float16": lib.MOEPOOL_F16, "bfloat16": lib.MOEPOOL_BF16}
-POLICIES = {"lru": lib.MOEPOOL_POLICY_LRU, "static": lib.MOEPOOL_POLICY_STATIC}
+POLICIES = {
+    name: getattr(lib, f"MOEPOOL_POLICY_{name.upper()}")
+    for name in ("lru", "static", "lfu", "lfru", "slru", "reelect", "pinned")
+}
 MISSES = {"stream": lib.MOEPOOL_MISS_STREAM, "host": lib.MOEPOOL_MISS_HOST}
 PHASES = {
     "auto": lib.MOEPOOL_PHASE_AUTO,
@@ -243,6 +246,13 @@ class StoreHandle(Handle):
         info = ffi.new("moepool_layer_info *")
         check(lib.moepool_store_layer(self.pointer, index, info))
         return _fields(info)
+
+
+def pool_defaults() -> dict[str, int]:
+    """The fields of moepool_pool_config that are numbers, as moepool_pool_config_init fills them."""
+    settings = ffi.new("moepool_pool_config *")
+    lib.moepool_pool_config_init(settings)
+    return {name: value for name, value in _fields(settings).items() if isinstance(value, int)}
 
 
 class PoolHandle(Handle):

@@ -1,0 +1,146 @@
+"""The residency law and its policies, as plainly as they can be said: counts are halved when it is time, elections
+look at everybody, victims are sorted. Written from docs/design.md, not from the core."""
+
+from __future__ import annotations
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+
+import moepool
+
+EMPTY = -1
+
+
+@dataclass
+class Outcome:
+    """What one step did."""
+
+    tick: int
+    bypass: bool
+    hits: list[int]
+    misses: list[int]
+    admissions: list[tuple[int, int, int]] = field(
+        default_factory=list
+    )  # expert, slot, whom it replaces or -1
+
+
+class Residency:
+    """Who lies in which slot.
+
+    Attributes
+    ----------
+    expert_in
+        The expert of each slot, -1 for an empty one.
+    last
+        By expert: tick of the last step that wanted it and did not bypass.
+    uses
+        By expert, how often it was wanted: halved now and then, or since the last election.
+    """
+
+    def __init__(
+        self,
+        experts: int,
+        slots: int,
+        policy: moepool.Policy,
+        admit: int | None = None,
+        hot: Sequence[int] | None = None,
+    ) -> None:
+        self.experts, self.policy, self.admit = experts, policy, admit
+        if policy.name == "static" and hot is None:
+            hot = range(slots)
+        self.pinned = len(hot or ()) if policy.name == "pinned" else 0
+        self.expert_in = [*(hot or ())] + [EMPTY] * (slots - len(hot or ()))
+        self.tick = 0
+        self.last = [0] * experts
+        self.uses = [0] * experts
+        self.halved = 0
+        self.protected: set[int] = set()
+        self.elections = 0  # periods that had passed at the last one
+        self.elected: set[int] = set()
+
+    @property
+    def slots(self) -> int:
+        return len(self.expert_in)
+
+    def slot_of(self, expert: int) -> int:
+        return self.expert_in.index(expert) if expert in self.expert_in else EMPTY
+
+    def step(self, wanted: Sequence[int], prompt: bool = False, leased: Container[int] = ()) -> Outcome:
+        """wanted: distinct experts, at least one. leased: slots that may not be overwritten."""
+        self.tick += 1
+        out = Outcome(
+            self.tick,
+            prompt or len(wanted) > self.slots,
+            [e for e in wanted if e in self.expert_in],
+            sorted(e for e in wanted if e not in self.expert_in),
+        )
+        if out.bypass:
+            return out
+        self._count(wanted)
+        if self.policy.name == "slru":
+            self._protect(out.hits)
+        if self.policy.name != "static":
+            self._admit(out, wanted, leased)
+        return out
+
+    def _count(self, wanted: Sequence[int]) -> None:
+        if self.policy.name == "reelect":
+            periods = self.tick // self.policy.period
+            if periods > self.elections:
+                stand = [e for e in range(self.experts) if self.uses[e]]
+                stand.sort(key=lambda e: (-self.uses[e], -self.last[e], e))
+                self.elected = set(stand[: self.slots])
+                self.uses = [0] * self.experts
+                self.elections = periods
+        else:
+            while self.halved < self.tick // self.policy.half_life:
+                self.uses = [count // 2 for count in self.uses]
+                self.halved += 1
+        for expert in wanted:
+            self.uses[expert] += 1
+            self.last[expert] = self.tick
+
+    def _protect(self, hits: Sequence[int]) -> None:
+        self.protected |= set(hits)
+        excess = max(0, len(self.protected) - self.slots * self.policy.protected_percent // 100)
+        for expert in sorted(self.protected, key=lambda e: (self.last[e], self.slot_of(e)))[:excess]:
+            self.protected.remove(expert)
+            self.last[expert] = self.tick
+
+    def _claim(self, expert: int) -> int:
+        if self.policy.name == "reelect":
+            return int(expert in self.elected)
+        return self.uses[expert] if self.policy.guard or self.policy.name in ("lfu", "lfru") else 0
+
+    def _worth(self, expert: int) -> tuple[int, int]:
+        if self.policy.name == "lfu":
+            return self.uses[expert], self.last[expert]
+        if self.policy.name == "lfru":
+            return 0, self.last[expert] + self.policy.weight * self.uses[expert]
+        return int(expert in self.protected), self.last[expert]
+
+    def _may_go(self, slot: int, wanted: Sequence[int], leased: Container[int]) -> bool:
+        expert = self.expert_in[slot]
+        if slot in leased or expert in wanted:
+            return False
+        return expert == EMPTY or (slot >= self.pinned and expert not in self.elected)
+
+    def _may_replace(self, expert: int, victim: int) -> bool:
+        if victim == EMPTY:
+            return True
+        if self.policy.name == "reelect" and self.elections and expert not in self.elected:
+            return False
+        return not self.policy.guard or self.uses[expert] > self.uses[victim]
+
+    def _admit(self, out: Outcome, wanted: Sequence[int], leased: Container[int]) -> None:
+        missing = sorted(out.misses, key=lambda e: (-self._claim(e), e))[: self.admit]
+        victims = [slot for slot in range(self.slots) if self._may_go(slot, wanted, leased)]
+        empty = [slot for slot in victims if self.expert_in[slot] == EMPTY]
+        others = [slot for slot in victims if self.expert_in[slot] != EMPTY]
+        others.sort(key=lambda slot: (self._worth(self.expert_in[slot]), slot))
+        for expert, slot in zip(missing, empty + others, strict=False):
+            victim = self.expert_in[slot]
+            if self._may_replace(expert, victim):
+                self.expert_in[slot] = expert
+                self.protected.discard(victim)
+                out.admissions.append((expert, slot, victim))
