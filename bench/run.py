@@ -1,9 +1,10 @@
-"""Measures moepool: ``python bench/run.py decode | resolve | stream | cpu``. See README.md beside this."""
+"""Measures moepool: ``python bench/run.py decode | resolve | stream | cpu | peer``. README.md says how."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,10 +13,13 @@ import click
 if not __package__:  # started as a program: the packages bench and tests lie beside each other
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
+import moepool
 from bench import cpu as cpu_layers
 from bench import decode as decode_layers
+from bench import peer as peer_layers
 from bench import resolve as resolve_steps
 from bench import stream as stream_misses
+from bench.ggml import Ggml
 from bench.gpu import Gpu
 from bench.measure import Report, machine
 from bench.workload import TYPES, Shape
@@ -72,13 +76,17 @@ def seconds_option(default: float) -> Callable[[_F], _F]:
     )
 
 
-layers_option = click.option(
-    "--layers",
-    type=click.IntRange(min=1),
-    default=16,
-    show_default=True,
-    help="Layers in turn, so that no cache serves their weights.",
-)
+def layers_option_of(default: int) -> Callable[[_F], _F]:
+    return click.option(
+        "--layers",
+        type=click.IntRange(min=1),
+        default=default,
+        show_default=True,
+        help="Layers in turn, so that no cache serves their weights.",
+    )
+
+
+layers_option = layers_option_of(16)
 shape_option = click.option(
     "--shape",
     callback=shape_of,
@@ -175,6 +183,45 @@ def cpu(
     report = Report("cpu", cpu_layers.COLUMNS, machine())
     cpu_layers.cpu(report, types, tokens, layers, shape, seconds)
     report.write(path)
+
+
+@main.command()
+@types_option(BENCH_TYPES)
+@tokens_option("1,8,64", None)
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Of either side.  [default: the CPUs this process may use]",
+)
+@click.option(
+    "--libraries",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder of libggml.so.  [default: that of the package llama-cpp-python]",
+)
+@layers_option_of(4)
+@shape_option
+@seconds_option(4.0)
+@json_option
+def peer(
+    types: list[str],
+    tokens: list[int],
+    threads: int | None,
+    libraries: Path | None,
+    layers: int,
+    shape: Shape,
+    seconds: float,
+    path: Path | None,
+) -> None:
+    """Whole layers on the CPU and the same in ggml, by turns."""
+    with closing(Ggml(libraries)) as ggml:
+        before = moepool.get_threads()
+        moepool.set_threads(threads)
+        try:
+            report = Report("peer", peer_layers.COLUMNS, machine())
+            peer_layers.peer(report, ggml, types, tokens, layers, shape, seconds)
+            report.write(path)
+        finally:
+            moepool.set_threads(before)
 
 
 if __name__ == "__main__":

@@ -46,9 +46,9 @@ class Shape:
         return 3 * self.hidden * self.width
 
 
-def layers_of(ffn: cases.Ffn, count: int) -> list[moepool.Layer]:
+def layers_of(ffn: cases.Ffn, count: int, blocks: dict[str, Any] | None = None) -> list[moepool.Layer]:
     """Layers in memory of their own each, all of the same blocks: drawing these takes longer than packing."""
-    weights: dict[str, Any] = ffn.weights()
+    weights: dict[str, Any] = ffn.weights() if blocks is None else blocks
     return [moepool.ExpertStore.from_arrays(**weights, qtype=ffn.gate)[0] for _ in range(count)]
 
 

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 
+import click
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 
 import moepool
-from bench import cpu, measure, workload
+from bench import cpu, measure, peer, workload
 from bench.run import main
 from tests.programs import run as run_program
 
@@ -27,7 +29,7 @@ def run(*arguments: str | Path, code: int = 0) -> Result:
 
 def test_it_starts_as_a_program_from_anywhere(tmp_path: Path) -> None:
     printed = run_program(sys.executable, RUN, "--help", cwd=tmp_path)
-    for mode in ("decode", "resolve", "stream", "cpu"):
+    for mode in ("decode", "resolve", "stream", "cpu", "peer"):
         assert mode in printed
         assert "--json" in run(mode, "--help").stdout
 
@@ -39,6 +41,8 @@ def test_it_starts_as_a_program_from_anywhere(tmp_path: Path) -> None:
         (["cpu", "--types", "f32"], "'f32' is not one of"),
         (["cpu", "--tokens", "1,0"], "0 is not in the range"),
         (["cpu", "--tokens", "one"], "'one' is not a valid integer"),
+        (["peer", "--threads", "0"], "0 is not in the range"),
+        (["peer", "--libraries", "/nowhere"], "'/nowhere' does not exist"),
         (["decode", "--tokens", "17"], "17 is not in the range"),
         (["decode", "--hits", "1.5"], "1.5 is not in the range"),
         (["cpu", "--shape", "256,256,8"], "the first two must be multiples of 256"),
@@ -80,6 +84,66 @@ def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "portable", nearly)
     result = run("cpu", "--types", "q4_k", "--tokens", "1", *SMALL, code=1)
     assert "1 of 256 outputs differ from the portable kernel's" in result.output
+
+
+def test_ggml_has_to_be_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "package llama-cpp-python: pip install llama-cpp-python" in run("peer", code=1).output
+    printed = run("peer", "--libraries", tmp_path, code=1).output
+    assert f"no usable ggml in {tmp_path}: " in printed and "pip install llama-cpp-python" in printed
+
+
+@pytest.mark.skipif(find_spec("llama_cpp") is None, reason="llama-cpp-python is not installed")
+@pytest.mark.parametrize("k", [1, 2])
+def test_a_small_measurement_beside_ggml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, k: int) -> None:
+    monkeypatch.setattr(peer, "READ_BYTES", 1 << 20)
+    monkeypatch.setattr(peer, "BLOCK_SECONDS", 0.001)
+    path = tmp_path / "report.json"
+    before = moepool.get_threads()
+    small = ["--shape", f"256,256,8,{k}", "--layers", "2", "--seconds", "0", "--threads", str(before + 1)]
+    run("peer", "--types", "q4_k,q8_0", "--tokens", "1,9", *small, "--json", path)
+    assert moepool.get_threads() == before
+    report = json.loads(path.read_text())
+    assert report["machine"]["threads"] == before + 1 and report["ggml"]["version"]
+    assert [(row["type"], row["tokens"]) for row in report["rows"]] == [
+        (qtype, tokens) for qtype in ("q4_k", "q8_0") for tokens in (1, 9)
+    ]
+    for row in report["rows"]:
+        assert row["rounds"] == peer.LEAST_ROUNDS and row["plain_us"] > 0 and row["us"] > 0
+        assert 0 < row["differs"] < peer.TOLERANCE
+
+
+def test_another_result_than_ggmls_is_not_timed() -> None:
+    right = np.random.default_rng(0).standard_normal((3, 256), np.float32)
+    assert peer.difference(right * np.float32(1.01), right, "") == pytest.approx(0.01, rel=1e-3)
+    lost = right.copy()
+    lost[1] = 0
+    for wrong in (lost, right[::-1], np.full_like(right, np.nan)):
+        with pytest.raises(click.ClickException, match="CPU: outputs differ by .*% from moepool's"):
+            peer.difference(wrong, right, "ggml, weights in CPU")
+
+
+def test_everybody_takes_the_same_steps_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peer, "REST_SECONDS", 0)
+    trace = workload.random_trace(6, 2, 1, 2, 8)
+    number = {ids.tobytes(): i for i, ids in enumerate(trace)}
+    taken: list[tuple[str, int]] = []
+
+    def side(name: str, us: float) -> peer.OneStep:
+        def step(ids: workload.I32) -> float:
+            taken.append((name, number[ids.tobytes()]))
+            return us
+
+        return step
+
+    block = peer.BLOCK_SECONDS * 1e6
+    rounds = peer.by_turns({"moepool": side("moepool", block / 3), "slow": side("slow", 2 * block)}, trace, 0)
+    assert rounds == {"moepool": [[block / 3] * 3] * 5, "slow": [[2 * block]] * 5}
+    turns = [("moepool", 5), ("moepool", 0), ("moepool", 1), ("moepool", 2), ("slow", 5), ("slow", 0)]
+    assert (
+        taken[4:10] == turns
+    )  # the first step of a block does not count, nor do the four that chose the blocks
+    assert taken[10:12] == [("moepool", 0), ("moepool", 1)]
 
 
 def test_medians_and_spreads() -> None:

@@ -1,0 +1,173 @@
+"""Layers on the CPU beside ggml's, in one process and by turns."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, closing
+from itertools import cycle
+
+import click
+import numpy as np
+
+import moepool
+from bench.cpu import READ_BYTES, read_rate
+from bench.ggml import Ggml, NotSupported, Step, Weights
+from bench.measure import Column, Report, Row, Timing, check_same, gigabytes_a_second, host_microseconds
+from bench.workload import F32, I32, Shape, distinct, layers_of, portable, random_trace
+
+STEPS = 16
+BLOCK_SECONDS = 0.1  # of one side, then it is the other's turn
+REST_SECONDS = 0.02  # in which the threads of the other side stop spinning
+LEAST_ROUNDS = 5
+
+# Both quantise activations to 8 bits, in blocks of other sizes, whose errors the three products double or so.
+# One place of eight that is lost is 0.3.
+TOLERANCE = 0.1
+
+COLUMNS = (
+    Column("type", "type"),
+    Column("tokens", "T", "d", 4),
+    Column("plain_us", "ggml", ",.0f", 10),
+    Column("repacked_us", "repacked", ",.0f", 10),
+    Column("us", "moepool", ",.0f", 10),
+    Column("spread", "p10-p90", "", 19),
+    Column("times", "times", ".2f"),
+    Column("times_spread", "p10-p90", "", 13),
+    Column("megabytes", "MB", ".1f"),
+    Column("rate", "GB/s", ".1f"),
+    Column("ratio", "ratio", ".2f", 7),
+    Column("differs", "differs", ".2%"),
+)
+
+OneStep = Callable[[I32], float]  # ids of all layers; microseconds
+
+
+def peer(
+    report: Report,
+    ggml: Ggml,
+    types: Sequence[str],
+    tokens: Sequence[int],
+    layers: int,
+    shape: Shape,
+    seconds: float,
+) -> None:
+    """Measures each type with each number of tokens, the layers in turn, on moepool's number of threads."""
+    threads = moepool.get_threads()
+    ggml.set_threads(threads)
+    report.content["ggml"] = {"version": ggml.version, "features": ggml.features()}
+    click.echo(f"ggml {ggml.version}: {ggml.features()}")
+    size = min(READ_BYTES, moepool.memory("cpu").free // 4)
+    ceiling = read_rate(threads, size)
+    how = f"numpy.max of {size / 2**30:.1f} GiB on {threads} threads, each its own array, the best of 8"
+    report.ceiling("host memory", ceiling, how)
+    report.header()
+    for qtype in types:
+        ffn = shape.ffn(qtype)
+        blocks = ffn.weights()
+        with ExitStack() as stack:
+            pools = [stack.enter_context(moepool.Pool(layer, 0)) for layer in layers_of(ffn, layers, blocks)]
+            theirs = {}
+            for name in ggml.buffer_types:
+                try:
+                    weights = Weights(ggml, ffn, blocks, layers, name)
+                except NotSupported:
+                    continue
+                theirs[name] = stack.enter_context(closing(weights))
+            for count in tokens:
+                trace = random_trace(STEPS, layers, count, shape.k, shape.experts)
+                measured = measure(pools, theirs, trace, ffn.x(count), ffn.router(count), seconds)
+                megabytes = distinct(trace) * pools[0].layer.record_bytes / 1e6
+                rate = gigabytes_a_second(megabytes * 1e6, measured["us"])
+                report.add(
+                    measured
+                    | {
+                        "type": qtype,
+                        "tokens": count,
+                        "megabytes": megabytes,
+                        "rate": rate,
+                        "ratio": rate / ceiling,
+                    }
+                )
+
+
+def measure(
+    pools: Sequence[moepool.Pool],
+    theirs: Mapping[str, Weights],
+    trace: I32,
+    x: F32,
+    router: F32,
+    seconds: float,
+) -> Row:
+    """Checks one step of everybody, then times them: what a row says of it, times as microseconds a layer."""
+    layers = len(pools)
+    ffns = [moepool.ExpertFFN(pool) for pool in pools]
+    out = np.empty_like(x)
+
+    def ours(ids: I32) -> float:
+        return host_microseconds(
+            lambda: [ffn(x, i, router, out=out) for ffn, i in zip(ffns, ids, strict=True)]
+        )
+
+    sides: dict[str, OneStep] = {"moepool": ours}
+    right = portable(pools[0].layer, x, trace[0, 0], router)
+    check_same(ffns[0](x, trace[0, 0], router), right, f"{pools[0]}, {len(x)} tokens")
+    with ExitStack() as stack:
+        differs = 0.0
+        for name, weights in theirs.items():
+            step = stack.enter_context(closing(Step(weights, len(x))))
+            step.set_activations(x, router)
+            sides[name] = _timed(step)
+            sides[name](trace[0])
+            differs = max(differs, difference(step.result(0), right, f"ggml, weights in {name}"))
+        rounds = by_turns(sides, trace, seconds)
+    medians = {name: [float(np.median(block)) for block in blocks] for name, blocks in rounds.items()}
+    whole = {
+        name: Timing.of([us for block in blocks for us in block]).over(layers)
+        for name, blocks in rounds.items()
+    }
+    plain, *others = (whole[name].median for name in theirs)
+    quickest = min(theirs, key=lambda name: whole[name].median)
+    times = Timing.of([g / m for g, m in zip(medians[quickest], medians["moepool"], strict=True)])
+    row: Row = dict(whole["moepool"].row())
+    row |= {"plain_us": plain, "quickest": quickest, "differs": differs, "rounds": times.samples}
+    row |= {"times": times.median, "times_spread": f"{times.low:.2f}-{times.high:.2f}"}
+    return row | ({"repacked_us": min(others)} if others else {})
+
+
+def _timed(step: Step) -> OneStep:
+    def one_step(ids: I32) -> float:
+        step.set_ids(ids)
+        return host_microseconds(step.compute)
+
+    return one_step
+
+
+def difference(actual: F32, right: F32, what: str) -> float:
+    """Relative, of the whole array; ends the program if it is no rounding error."""
+    difference = float(np.linalg.norm(actual - right) / np.linalg.norm(right))
+    if not difference <= TOLERANCE:
+        raise click.ClickException(f"{what}: outputs differ by {difference:.2%} from moepool's")
+    return difference
+
+
+def by_turns(sides: Mapping[str, OneStep], trace: I32, seconds: float) -> dict[str, list[list[float]]]:
+    """Times of steps, in blocks: everybody's block of a round, again and again, all over the same steps.
+
+    What disturbs the machine for longer than a block disturbs everybody. The first step of a block, for which
+    threads have to wake up, does not count.
+    """
+    steps = {
+        name: int(np.clip(BLOCK_SECONDS * 1e6 / min(step(trace[0]), step(trace[1])), 1, 2 * len(trace)))
+        for name, step in sides.items()
+    }
+    rounds: dict[str, list[list[float]]] = {name: [] for name in sides}
+    end = time.perf_counter() + seconds
+    for first in cycle(range(len(trace))):
+        for name, step in sides.items():
+            time.sleep(REST_SECONDS)
+            step(trace[first - 1])
+            rounds[name].append([step(trace[(first + i) % len(trace)]) for i in range(steps[name])])
+        if len(rounds["moepool"]) >= LEAST_ROUNDS and time.perf_counter() >= end:
+            break
+    return rounds
