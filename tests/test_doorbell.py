@@ -1,5 +1,5 @@
-"""The channel between a device and the CPU, with a thread in the device's place: tests/native/doorbell.cpp, built
-with the thread and the address sanitizer."""
+"""The channel between a device and the CPU, with a thread in the device's place: tests/native/doorbell.cpp,
+built with the thread and the address sanitizer."""
 
 from __future__ import annotations
 

@@ -24,6 +24,8 @@ struct Decoder::Workspace {
     DeviceMemory<Commit> commits;
     DeviceMemory<ActivationBlock> input, hidden;
     DeviceMemory<float> hidden_x, rows;
+    DeviceMemory<int32_t> hosted;
+    int bell_buffer = -1;
 
     Workspace(int64_t count, const Layer &layer)
         : places(count),
@@ -38,7 +40,8 @@ struct Decoder::Workspace {
           input(layer.matrices()[0].quantised() ? count * layer.matrices()[0].columns / kBlockColumns : 0),
           hidden(layer.matrices()[2].quantised() ? count * layer.matrices()[2].columns / kBlockColumns : 0),
           hidden_x(layer.matrices()[2].quantised() ? 0 : count * layer.matrices()[2].columns),
-          rows(count * layer.matrices()[2].rows) {}
+          rows(count * layer.matrices()[2].rows),
+          hosted(count) {}
 
     StepTables tables() const {
         return {ids.get(),     order.get(),        tiles.get(),    tile_count.get(),
@@ -47,13 +50,14 @@ struct Decoder::Workspace {
 };
 
 Decoder::Decoder(int device, const Layer &layer, const std::vector<const uint8_t *> &records, int slots, uint8_t *arena,
-                 bool static_policy, int admit)
+                 bool static_policy, int admit, std::unique_ptr<Doorbell> doorbell)
     : device_(device),
       layer_(layer),
       slots_(slots),
       arena_(arena),
       static_policy_(static_policy),
       admit_(admit),
+      doorbell_(std::move(doorbell)),
       state_(1),
       slot_of_(layer.experts()),
       expert_in_(slots),
@@ -95,7 +99,10 @@ const char *Decoder::refuses(int64_t tokens, int64_t k) const {
 std::string Decoder::describe(int64_t tokens, int64_t k) const {
     const OnDevice on(device_);
     const StepConfig config = configure_step(layer_.matrices()[0], layer_.matrices()[2], tokens, k);
-    return "gate/up " + config.gate_up.text() + ", down " + config.down.text();
+    const char *misses = !doorbell_              ? ""
+                         : doorbell_->by_nodes() ? "; misses by the CPU, asked by a node of the graph"
+                                                 : "; misses by the CPU, asked through a doorbell";
+    return "gate/up " + config.gate_up.text() + ", down " + config.down.text() + misses;
 }
 
 void Decoder::reserve(int64_t places) {
@@ -106,6 +113,7 @@ void Decoder::reserve(int64_t places) {
     const uint32_t none = 0;
     copy(made->finished.get(), &none, sizeof none);
     copy(made->resolved.get(), &none, sizeof none);
+    if (doorbell_) made->bell_buffer = doorbell_->add_buffer(room);
     workspaces_.push_back(std::move(made));
 }
 
@@ -145,16 +153,22 @@ void Decoder::run(const moepool_ids &ids, const moepool_rows &x, const void *wei
     step.hidden = w.hidden.get();
     step.hidden_x = w.hidden_x.get();
     step.rows = w.rows.get();
+    if (doorbell_) {
+        step.bell = doorbell_->bell(w.bell_buffer, w.hosted.get());
+        doorbell_->wake();
+    }
     step.weights = weights;
     step.weights_dtype = weights_dtype;
     step.out = out;
     const ResolveArguments arguments{
-        slots_,           static_policy_, admit_,        state_.get(),
-        expert_in_.get(), stamp_.get(),   bad_id_.get(), gate.quantised() ? places / step.x_per_row * gate.columns : 0};
+        slots_,           static_policy_,  admit_,        state_.get(),
+        expert_in_.get(), stamp_.get(),    bad_id_.get(), gate.quantised() ? places / step.x_per_row * gate.columns : 0,
+        gate.columns,     gate.quantised()};
     // A step that stops half way has changed the books but not the slots.
     whole_ = false;
     if (tokens > 1) resolve(step, arguments, stream);
     gate_up(gate, up, step, arguments, stream);
+    if (doorbell_) doorbell_->ask(stream);
     down_and_combine(down, step, stream);
     whole_ = true;
     captured_ = captured_ || in_graph;
@@ -201,6 +215,11 @@ DeviceSteps::Counts Decoder::store(Residency::Snapshot &residency) {
     for (size_t slot = 0; slot < stamps.size(); ++slot)
         if (const int32_t expert = residency.expert_in[slot]; expert >= 0)
             residency.uses[static_cast<size_t>(expert)].last = stamps[slot];
+    if (doorbell_) {
+        BellState bell;
+        copy(&bell, doorbell_->state(), sizeof bell);
+        state.counts.step_backs = bell.course.step_backs;
+    }
     return state.counts;
 }
 

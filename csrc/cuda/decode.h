@@ -20,6 +20,7 @@
 #include <memory>
 #include <vector>
 
+#include "cuda/doorbell.h"
 #include "cuda/resolve.h"
 #include "cuda/runtime.h"
 #include "moepool.h"
@@ -33,9 +34,10 @@ namespace cuda {
 // Everything that the steps of one pool keep on the device between and during steps.
 class Decoder : public DeviceSteps {
   public:
-    // records: by expert, where its record lies in page-locked host memory as the device addresses it.
+    // records: by expert, where its record lies in page-locked host memory as the device addresses it. doorbell: NULL
+    // if the device computes every miss.
     Decoder(int device, const Layer &layer, const std::vector<const uint8_t *> &records, int slots, uint8_t *arena,
-            bool static_policy, int admit);
+            bool static_policy, int admit, std::unique_ptr<Doorbell> doorbell);
     ~Decoder() override;
     Decoder(const Decoder &) = delete;
     Decoder &operator=(const Decoder &) = delete;
@@ -49,6 +51,7 @@ class Decoder : public DeviceSteps {
     void load(const Residency::Snapshot &residency) override;
     Counts store(Residency::Snapshot &residency) override;
     BadId take_bad_id() override;
+    std::string failure() const override { return doorbell_ ? doorbell_->failure() : std::string(); }
 
   private:
     struct Workspace;
@@ -62,6 +65,7 @@ class Decoder : public DeviceSteps {
     uint8_t *const arena_;
     const bool static_policy_;
     const int admit_;
+    const std::unique_ptr<Doorbell> doorbell_;
     Stream side_;  // of copies that are no part of a step, also while one is captured
     DeviceMemory<DeviceState> state_;
     DeviceMemory<int32_t> slot_of_, expert_in_;

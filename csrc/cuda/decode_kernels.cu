@@ -3,6 +3,7 @@
 #include <algorithm>
 
 #include "cuda/chunk.h"
+#include "cuda/doorbell_device.h"
 #include "cuda/launch.h"
 #include "cuda/pipeline.h"
 #include "cuda/resolve_block.h"
@@ -17,6 +18,7 @@ constexpr int kSingleDownWarps = 24;     // of down for a single token,
 constexpr int kTileWarps = 8;            // and of both for more
 constexpr int kStaticShared = 20 << 10;  // more than any of the kernels has besides
 constexpr int kSubBatch = 2;             // places that a panel is multiplied with at once
+constexpr unsigned kAnswerBlocks = 8;    // of down_tiles, that take the CPU's answer
 
 // Where a matrix lies in a record.
 struct Part {
@@ -178,16 +180,18 @@ __device__ __forceinline__ void write_hidden(const Step &step, const Part &gate,
 // The expert of a place, looked up here so that its weights are asked for at once: hits need nothing from the books.
 struct Looked {
     const uint8_t *record;  // NULL: skipped
-    bool missing;
+    bool missing;           // the books are to be asked
     bool invalid;
+    bool host;  // the CPU computes it
 };
 __device__ __forceinline__ Looked look_up(const Step &step, int place) {
     const int64_t id = step.bits == 64 ? __ldcg(static_cast<const long long *>(step.ids) + place)
                                        : int64_t{__ldcg(static_cast<const int *>(step.ids) + place)};
-    if (id < 0 || id >= step.residents.experts) return {nullptr, false, id != -1};
+    const bool host_has_all = hosts_all(step.bell);
+    if (id < 0 || id >= step.residents.experts) return {nullptr, false, id != -1, false};
     const int slot = __ldcg(step.residents.slot_of + id);
     return {slot >= 0 ? step.residents.arena + slot * step.residents.record_bytes : step.residents.records[id],
-            slot < 0, false};
+            slot < 0 || host_has_all, false, false};
 }
 
 // The books of the step, kept by the first block, and the hidden rows: a block computes 32 columns of one place. Unit u
@@ -209,6 +213,19 @@ __global__ void __launch_bounds__(32 * kSinglePlaceWarps, 2)
     uint8_t *staged = shared.staged + warp * kStagedBytes<T>;
     const Looked looked = look_up(step, place);
     if (!looked.record) return;
+    uint8_t *fill = nullptr;
+    bool host = false;  // the CPU computes it
+    const auto ask_the_books = [&] {
+        while (!load_acquired(step.tables.resolved)) {
+        }
+        fill = step.tables.tiles[place].fill;
+        host = step.tables.tiles[place].host;
+        if (fill && group == 0) copy_tail(step.residents, {looked.record, fill, 0, 0, 0});
+    };
+    // What the CPU computes is not asked for, unless it is to be kept.
+    const bool asks_first = step.bell.state && looked.missing;
+    if (asks_first) ask_the_books();
+    if (host && !fill) return;
     const auto offset = [&](int unit) {
         return (unit % 2 ? up.panels + group * up.row_group : gate.panels + group * gate.row_group) +
                unit / 2 * kPanelBytes<T>;
@@ -217,23 +234,16 @@ __global__ void __launch_bounds__(32 * kSinglePlaceWarps, 2)
     for (int s = 0; s < stages; ++s)
         if (const int unit = warp + s * warps; unit < units) panels.fetch(looked.record + offset(unit), bytes(unit));
     if (warp == 0) shared.total[lane] = shared.total[32 + lane] = 0.0f;
-    uint8_t *fill = nullptr;
-    if (looked.missing) {  // only the books say whether it is to be kept
-        uint32_t resolved = 0;
-        while (!resolved)
-            asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(resolved) : "l"(step.tables.resolved) : "memory");
-        fill = step.tables.tiles[place].fill;
-        if (fill && group == 0) copy_tail(step.residents, {looked.record, fill, 0, 0});
-    }
+    if (looked.missing && !asks_first) ask_the_books();  // only they say whether it is to be kept
     for (int first = 0; first < units; first += warps) {
         const int unit = first + warp;
         if (unit < units) {
             const int width = chunk_width(gate, unit / 2);
-            stage_input<T>(staged, step, place, gate, unit / 2, lane);
+            if (!host) stage_input<T>(staged, step, place, gate, unit / 2, lane);
             __syncwarp();
             const uint8_t *panel = panels.take();
             if (fill) panels.copy_out(panel, fill + offset(unit), bytes(unit));
-            multiply_panel<T, 1>(panel, width, staged, lane, shared.partial + warp * 32 + lane);
+            if (!host) multiply_panel<T, 1>(panel, width, staged, lane, shared.partial + warp * 32 + lane);
             if (fill) panels.finish_stores();
             __syncwarp();
             const int next = unit + warps * stages;
@@ -248,7 +258,7 @@ __global__ void __launch_bounds__(32 * kSinglePlaceWarps, 2)
         }
         __syncthreads();
     }
-    if (warp == 0)
+    if (warp == 0 && !host)
         write_hidden(step, gate, up, looked.record, place, group, shared.total[lane], shared.total[32 + lane]);
 }
 
@@ -259,24 +269,41 @@ __global__ void __launch_bounds__(32 * kSingleDownWarps) down_single(const Step 
     __shared__ Looked looked[kMostDecodePlaces];
     __shared__ float weights[kMostDecodePlaces];
     const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y, k = step.k;
-    const int group = blockIdx.x, units = k * down.chunks;
+    // With a doorbell the first block takes the answer: it is there before those that wait for it.
+    const int group = static_cast<int>(blockIdx.x) - (step.bell.state ? 1 : 0), units = k * down.chunks;
+    if (group < 0) {
+        wait_for_kernels_in_front();
+        let_the_next_kernel_start();
+        return take_answer(step, down.rows, 0, 1);
+    }
     const int64_t r = int64_t{group} * kPanelRows + lane;
     const Shared shared(memory, warps, stages, kPanelBytes<T>, kStagedBytes<T>, 1);
     Panels panels(shared.panels + warp * stages * kPanelBytes<T>, shared.barriers + warp * stages, stages,
                   kPanelBytes<T>, lane);
     uint8_t *staged = shared.staged + warp * kStagedBytes<T>;
+    bool asks = false;
     for (int j = 32 * warp + lane; j < k; j += 32 * warps) {
         looked[j] = look_up(step, j);
         weights[j] = widen(step.weights, step.weights_dtype, j);
+        asks |= step.bell.state && looked[j].missing;
     }
     for (int j = warp; j < k; j += warps) shared.total[j * 32 + lane] = 0.0f;
-    __syncthreads();
+    if (__syncthreads_or(asks)) {
+        wait_for_kernels_in_front();
+        for (int j = 32 * warp + lane; j < k; j += 32 * warps)
+            if (looked[j].missing) looked[j].host = step.tables.tiles[j].host;
+        __syncthreads();
+    }
     const auto offset = [&](int unit) {
         return down.panels + group * down.row_group + unit % down.chunks * kPanelBytes<T>;
     };
     const auto bytes = [&](int unit) { return chunk_bytes<T>(chunk_width(down, unit % down.chunks)); };
+    const auto fill_of = [&](int place) { return looked[place].missing ? step.tables.tiles[place].fill : nullptr; };
+    // Whether the place's weights are read here: to be multiplied, or to be kept.
+    const auto reads = [&](int place) { return looked[place].record && (!looked[place].host || fill_of(place)); };
     const auto fetch = [&](int unit) {
-        if (const uint8_t *record = looked[unit / down.chunks].record) panels.fetch(record + offset(unit), bytes(unit));
+        const int place = unit / down.chunks;
+        if (reads(place)) panels.fetch(looked[place].record + offset(unit), bytes(unit));
     };
     // The weights are asked for while gate/up is still at work.
     for (int s = 0; s < stages; ++s)
@@ -284,19 +311,23 @@ __global__ void __launch_bounds__(32 * kSingleDownWarps) down_single(const Step 
     wait_for_kernels_in_front();
     let_the_next_kernel_start();
     const int commit_count = __ldcg(step.tables.commit_count);
-    if (blockIdx.x == 0 && warp == 0 && lane == 0) *step.tables.resolved = 0;
+    const bool course_changes = changes_course(step.bell), waits = has_answer(step.bell);
+    if (group == 0 && warp == 0 && lane == 0) *step.tables.resolved = 0;
 
     for (int first = 0; first < units; first += warps) {
         const int unit = first + warp;
         if (unit < units) {
             const int place = unit / down.chunks, chunk = unit % down.chunks;
-            if (looked[place].record) {
-                uint8_t *fill = looked[place].missing ? step.tables.tiles[place].fill : nullptr;
-                stage_hidden<T>(staged, step, place, down, chunk, lane);
+            if (reads(place)) {
+                uint8_t *fill = fill_of(place);
+                const bool host = looked[place].host;
+                if (!host) stage_hidden<T>(staged, step, place, down, chunk, lane);
                 __syncwarp();
                 const uint8_t *panel = panels.take();
                 if (fill) panels.copy_out(panel, fill + offset(unit), bytes(unit));
-                multiply_panel<T, 1>(panel, chunk_width(down, chunk), staged, lane, shared.partial + warp * 32 + lane);
+                if (!host)
+                    multiply_panel<T, 1>(panel, chunk_width(down, chunk), staged, lane,
+                                         shared.partial + warp * 32 + lane);
                 if (fill) panels.finish_stores();
                 __syncwarp();
             }
@@ -306,7 +337,7 @@ __global__ void __launch_bounds__(32 * kSingleDownWarps) down_single(const Step 
         // Each place's chunks of this round, in their order.
         const int round = min(warps, units - first);
         for (int j = warp; j < k; j += warps) {
-            if (!looked[j].record) continue;
+            if (!looked[j].record || looked[j].host) continue;
             float total = shared.total[j * 32 + lane];
             for (int w = max(0, j * down.chunks - first); w < min(round, (j + 1) * down.chunks - first); ++w)
                 total = __fadd_rn(total, shared.partial[w * 32 + lane]);
@@ -314,22 +345,30 @@ __global__ void __launch_bounds__(32 * kSingleDownWarps) down_single(const Step 
         }
         __syncthreads();
     }
+    if (waits) {
+        if (warp == 0 && lane == 0) note_ready(step.bell);
+        await_answer(step.bell);
+    }
     if (warp == 0 && r < down.rows) {
         float y = 0.0f;
         for (int j = 0; j < k; ++j) {
             if (!looked[j].record && !looked[j].invalid) continue;
-            const float o =
-                looked[j].record ? finish_row(shared.total[j * 32 + lane], looked[j].record, down, r) : num::nan();
+            const float o = looked[j].host     ? cold_row(step, j, down.rows, r)
+                            : looked[j].record ? finish_row(shared.total[j * 32 + lane], looked[j].record, down, r)
+                                               : num::nan();
             y = num::mp_fma(weights[j], o, y);
         }
         step.out[r] = num::finish(y);
     }
     // Every block has looked its slots up and filled its part when the last one is here: now the map may change.
-    if (commit_count == 0) return;
+    if (warp == 0 && lane == 0) note_end(step.bell);
+    if (commit_count == 0 && !course_changes) return;
     __threadfence();
     __syncthreads();
-    if (warp > 0 || lane > 0 || atomicAdd(step.tables.finished, 1u) + 1 < gridDim.x) return;
+    if (warp > 0 || lane > 0 || atomicAdd(step.tables.finished, 1u) + 1 < static_cast<unsigned>(down.row_groups))
+        return;
     *step.tables.finished = 0;
+    if (course_changes) step.bell.state->all_host = step.bell.state->next_all_host;
     for (int i = 0; i < commit_count; ++i) {
         const Commit commit = step.tables.commits[i];
         if (commit.evicted >= 0) step.residents.slot_of[commit.evicted] = -1;
@@ -368,13 +407,14 @@ class TileProduct {
                 float *out = shared_.partial + warp * kMostDecodeTokens * 32 + lane;
                 const uint8_t *panel = nullptr;
                 for (int t = 0; t < tile_.count; t += kSubBatch) {
-                    const int n = min(kSubBatch, tile_.count - t);
+                    const int n = tile_.host ? 0 : min(kSubBatch, tile_.count - t);
                     for (int i = 0; i < n; ++i) stage(staged + i * kStagedBytes<T>, places[t + i], chunk);
                     __syncwarp();
                     if (!panel) {
                         panel = panels_.take();
                         if (tile_.fill) panels_.copy_out(panel, tile_.fill + offset(unit), chunk_bytes<T>(width));
                     }
+                    if (n == 0) break;  // the CPU computes it: it is only kept
                     if (n == 1)
                         multiply_panel<T, 1>(panel, width, staged, lane, out + t * 32);
                     else
@@ -436,6 +476,7 @@ __global__ void __launch_bounds__(32 * kTileWarps, 3)
     let_the_next_kernel_start();
     if (index >= *step.tables.tile_count) return;
     const DecodeTile tile = step.tables.tiles[index];
+    if (tile.host && !tile.fill) return;
     const int64_t base[2] = {gate.panels + group * gate.row_group, up.panels + group * up.row_group};
     TileProduct<T, 2> product(tile, base, gate, stages, panels, shared);
     product.begin();
@@ -443,25 +484,35 @@ __global__ void __launch_bounds__(32 * kTileWarps, 3)
     if (tile.fill && group == 0) copy_tail(step.residents, tile);
     product.run(places,
                 [&](uint8_t *target, int place, int chunk) { stage_input<T>(target, step, place, gate, chunk, lane); });
+    if (tile.host) return;
     for (int t = warp; t < tile.count; t += warps)
         write_hidden(step, gate, up, tile.record, places[t], group, shared.total[t * 32 + lane],
                      shared.total[(kMostDecodeTokens + t) * 32 + lane]);
 }
 
+// The first `answer_blocks` blocks take the CPU's answer.
 template <class T>
-__global__ void __launch_bounds__(32 * kTileWarps, 3) down_tiles(const Step step, const Part down, int stages) {
+__global__ void __launch_bounds__(32 * kTileWarps, 3)
+    down_tiles(const Step step, const Part down, int stages, unsigned answer_blocks) {
     extern __shared__ __align__(128) uint8_t memory[];
     __shared__ int places[kMostDecodeTokens];
     const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y;
-    const int group = static_cast<int>(blockIdx.x % down.row_groups);
+    if (blockIdx.x < answer_blocks) {
+        wait_for_kernels_in_front();
+        let_the_next_kernel_start();
+        return take_answer(step, down.rows, static_cast<int>(blockIdx.x), static_cast<int>(answer_blocks));
+    }
+    const unsigned job = blockIdx.x - answer_blocks;
+    const int group = static_cast<int>(job % down.row_groups);
     const int64_t r = int64_t{group} * kPanelRows + lane;
-    const int index = static_cast<int>(blockIdx.x / down.row_groups);
+    const int index = static_cast<int>(job / down.row_groups);
     const Shared shared(memory, warps, stages, kPanelBytes<T>, kSubBatch * kStagedBytes<T>, kMostDecodeTokens);
     Panels panels(shared.panels + warp * stages * kPanelBytes<T>, shared.barriers + warp * stages, stages,
                   kPanelBytes<T>, lane);
     // Gate/up lets this kernel start only when it has seen the end of resolve: the tiles are there.
-    const bool empty = index >= __ldcg(step.tables.tile_count);
-    const DecodeTile tile = step.tables.tiles[empty ? 0 : index];
+    const bool none = index >= __ldcg(step.tables.tile_count);
+    const DecodeTile tile = step.tables.tiles[none ? 0 : index];
+    const bool empty = none || (tile.host && !tile.fill);
     const int64_t base[1] = {down.panels + group * down.row_group};
     TileProduct<T, 1> product(tile, base, down, stages, panels, shared);
     if (!empty) product.begin();
@@ -472,7 +523,8 @@ __global__ void __launch_bounds__(32 * kTileWarps, 3) down_tiles(const Step step
     product.run(places, [&](uint8_t *target, int place, int chunk) {
         stage_hidden<T>(target, step, place, down, chunk, lane);
     });
-    if (r >= down.rows) return;
+    if (warp == 0 && lane == 0) note_ready(step.bell);
+    if (tile.host || r >= down.rows) return;
     for (int t = warp; t < tile.count; t += warps)
         step.rows[places[t] * down.rows + r] = finish_row(shared.total[t * 32 + lane], tile.record, down, r);
 }
@@ -493,6 +545,7 @@ __global__ void combine_tiles(const Step step, int64_t columns) {
         y = id == -1 ? y : next;
     }
     step.out[i] = num::finish(y);
+    if (threadIdx.x == 0) note_end(step.bell);
 }
 
 // ----------------------------------------------------------------------------------------------------------- launches
@@ -547,12 +600,15 @@ template <class T>
 void launch_down(const Part &down, const Step &step, cudaStream_t stream) {
     const DecodeConfig c = down_config<T>(down, step.tokens, step.k);
     if (step.tokens == 1) {
-        launch(down_single<T>, static_cast<unsigned>(down.row_groups), threads(c), c.shared_bytes, stream, step, down,
-               c.stages);
+        const unsigned jobs = static_cast<unsigned>(down.row_groups) + (step.bell.state ? 1 : 0);
+        launch_behind(!step.bell.by_nodes, down_single<T>, jobs, threads(c), c.shared_bytes, stream, step, down,
+                      c.stages);
         return;
     }
-    launch(down_tiles<T>, static_cast<unsigned>(step.most_tiles * down.row_groups), threads(c), c.shared_bytes, stream,
-           step, down, c.stages);
+    const unsigned answers = step.bell.state ? kAnswerBlocks : 0;
+    launch_behind(!step.bell.by_nodes, down_tiles<T>,
+                  answers + static_cast<unsigned>(step.most_tiles * down.row_groups), threads(c), c.shared_bytes,
+                  stream, step, down, c.stages, answers);
     launch(combine_tiles, static_cast<unsigned>((step.tokens * down.rows + 255) / 256), dim3(256), 0, stream, step,
            down.rows);
 }

@@ -26,6 +26,8 @@ struct ResolveArguments {
     int64_t *stamp;
     DeviceSteps::BadId *bad_id;  // in host memory
     int64_t row_elements;        // of step.x, to be quantised into step.input; 0: not wanted
+    int64_t columns;             // of gate
+    bool quantised;              // gate
 };
 
 // Takes a step of more tokens than one: residency, counts, and the step's tables. A single token's is part of gate/up.

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "cuda/doorbell_device.h"
 #include "cuda/resolve.h"
 #include "pool/route.h"
 
@@ -38,7 +39,9 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     int *missing = fill + experts;                           // experts, rising
     int *inside = missing + experts;                         // by slot: its expert
     int *victims = inside + a.slots;
-    int *id = victims + a.slots;  // by place
+    int *id = victims + a.slots;                                          // by place
+    uint8_t *host = reinterpret_cast<uint8_t *>(id + kMostDecodePlaces);  // by expert: the CPU computes it
+    __shared__ Outlook outlook;
     __shared__ int4 warp_counts[32];
     __shared__ unsigned long long evictions, bad;  // bad: the first place out of range
 
@@ -48,12 +51,17 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         count[e] = 0;
         fill[e] = -1;
         slot[e] = residents.slot_of[e];
+        host[e] = 0;
     }
     for (int s = thread; s < a.slots; s += threads) {
         stamps[s] = a.stamp[s];
         inside[s] = a.expert_in[s];
     }
-    if (thread == 0) evictions = 0, bad = ~0ull;
+    if (thread == 0) {
+        evictions = 0;
+        bad = ~0ull;
+        outlook = begin_books(step);
+    }
     __syncthreads();
 
     for (int p = thread; p < places; p += threads) {
@@ -102,11 +110,27 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         __syncthreads();
     }
 
+    // What the CPU computes it is told first of all.
+    const int placed_valid = single ? hits + misses : placed;
+    const int hosted_misses = records_for_host(step, outlook, misses, hits + misses, placed_valid);
+    const int hosted = hosted_misses + (outlook.all_host ? hits : 0);
+    if (hosted > 0) {
+        for (int i = misses - hosted_misses + thread; i < misses; i += threads) host[missing[i]] = 1;
+        if (outlook.all_host)
+            for (int e = thread; e < experts; e += threads) host[e] = count[e] > 0;
+        __syncthreads();
+        post(step, a.columns, a.quantised, [&](int p) { return id[p] >= 0 && host[id[p]] ? id[p] : -1; });
+    } else {
+        post_nothing(step.bell);
+    }
+
     const bool bypass = hits + misses > a.slots;
     const int64_t tick = tick_before + (hits + misses > 0);
     int admitted = 0;
     if (!bypass && !a.static_policy && misses > 0) {
-        admitted = a.admit < 0 ? misses : min(misses, a.admit);
+        // Records that cross the link anyway are admitted, where that is left to the step; else as the law says.
+        const int most = step.bell.state && step.bell.divides ? misses - hosted_misses : misses;
+        admitted = a.admit < 0 ? most : min(most, a.admit);
         // A slot's rank among the victims, in rising (stamp, slot): the law's order. An empty slot's stamp is 0.
         int available = 0;
         for (int base = 0; base < a.slots; base += threads) {
@@ -144,7 +168,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     const auto slot_address = [&](int s) { return residents.arena + s * residents.record_bytes; };
     const auto tile_of = [&](int e, int begin, int n) {
         const DecodeTile made{slot[e] >= 0 ? slot_address(slot[e]) : residents.records[e],
-                              fill[e] >= 0 ? slot_address(fill[e]) : nullptr, begin, n};
+                              fill[e] >= 0 ? slot_address(fill[e]) : nullptr, begin, n, host[e]};
         return made;
     };
     for (int e = thread; e < experts; e += threads) {
@@ -158,7 +182,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     for (int p = thread; p < places; p += threads) {
         if (single) {
             tables.order[p] = p;
-            tables.tiles[p] = id[p] >= 0 ? tile_of(id[p], p, 1) : DecodeTile{nullptr, nullptr, p, 0};
+            tables.tiles[p] = id[p] >= 0 ? tile_of(id[p], p, 1) : DecodeTile{nullptr, nullptr, p, 0, 0};
         } else if (id[p] >= 0) {
             int rank = 0;
             for (int other = 0; other < p; ++other) rank += id[other] == id[p];
@@ -176,6 +200,8 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     if (thread == 0) {
         *tables.tile_count = single ? places : tiles;
         a.state->tick = tick;
+        if (step.bell.state && step.bell.divides)
+            note_step(step.bell, misses - hosted_misses, hosted, hits + misses, placed_valid);
         DeviceSteps::Counts &counts = a.state->counts;
         // Atomic, so that nobody waits for the sums.
         const auto count_up = [](int64_t &total, int64_t by) {
@@ -188,7 +214,10 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
             count_up(counts.misses, misses);
             count_up(counts.evictions, static_cast<int64_t>(evictions));
             count_up(counts.admissions, admitted);
-            count_up(counts.in_place, misses - admitted);
+            count_up(counts.hosted, hosted);
+            count_up(counts.in_place, !step.bell.state    ? misses - admitted
+                                      : step.bell.divides ? misses - hosted_misses - admitted
+                                                          : 0);
         }
         volatile DeviceSteps::BadId *told = a.bad_id;
         if (bad != ~0ull && told->place < 0) {

@@ -295,7 +295,7 @@ void Channel::answer_now(uint32_t epoch) {
         std::this_thread::sleep_for(std::chrono::microseconds(stall));
     const Request &request = *request_;
     const Buffer &buffer = buffers_[static_cast<size_t>(request.buffer)];
-    const Work work{request.tokens, request.k, buffer.experts, buffer.input, buffer.rows};
+    const Work work{request.tokens, request.k, request.per_row, buffer.experts, buffer.input, buffer.rows};
     const int64_t places = work.tokens * work.k;
     const Clock::time_point begun = Clock::now();
     try {

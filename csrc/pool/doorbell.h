@@ -32,6 +32,12 @@
 #include <memory>
 #include <string>
 
+#if defined(__CUDACC__)
+#define MOEPOOL_HD __host__ __device__
+#else
+#define MOEPOOL_HD
+#endif
+
 namespace moepool {
 namespace doorbell {
 
@@ -45,6 +51,7 @@ struct alignas(64) Request {
     uint32_t epoch;
     int32_t buffer;
     int32_t tokens, k;
+    int32_t per_row;  // places that share an activation row: k or 1
 };
 
 // What some records take on this machine, under its load of these moments: base_ns + n * record_ns. 0: not known yet.
@@ -64,7 +71,7 @@ struct alignas(64) Trouble {
 static_assert(sizeof(Request) == 64 && sizeof(Answer) == 64 && sizeof(Trouble) == 64, "a line each");
 
 // How many of a record's rows fall into which class of Answer::pace.
-constexpr int load_class(int64_t rows_a_record) {
+MOEPOOL_HD constexpr int load_class(int64_t rows_a_record) {
     return rows_a_record <= 1 ? 0 : rows_a_record <= 2 ? 1 : rows_a_record <= 4 ? 2 : rows_a_record <= 8 ? 3 : 4;
 }
 
@@ -76,7 +83,7 @@ struct Memory {
 
 // One request, as the computing side sees it.
 struct Work {
-    int64_t tokens, k;
+    int64_t tokens, k, per_row;
     const int32_t *experts;  // by place
     const uint8_t *input;
     float *rows;
@@ -154,6 +161,7 @@ struct Settings {
     std::atomic<int64_t> timeout_us{1000000};  // above the throttling of a cgroup, below a display's watchdog of 2 s
     std::atomic<int> host_nodes{-1};           // 1: always, 0: never, -1: where a kernel that waits is not safe
     std::atomic<int64_t> stall_us{0};          // for tests: wait before computing; -1: the server's thread ends instead
+    std::atomic<int> period{2048};             // of division::advance
 };
 Settings &settings();
 

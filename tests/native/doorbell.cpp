@@ -68,7 +68,7 @@ float value(int32_t expert, int64_t place, uint8_t input, int64_t column) {
 void compute(const doorbell::Work &work) {
     for (int64_t p = 0; p < work.tokens * work.k; ++p)
         for (int64_t c = 0; c < kColumns && work.experts[p] >= 0; ++c)
-            work.rows[p * kColumns + c] = value(work.experts[p], p, work.input[p / work.k], c);
+            work.rows[p * kColumns + c] = value(work.experts[p], p, work.input[p / work.per_row], c);
 }
 
 // The other side of a channel: what the device keeps, and does.
@@ -89,6 +89,7 @@ struct Device {
         line.buffer = buffer;
         line.tokens = tokens;
         line.k = k;
+        line.per_row = k;
         __atomic_store_n(&line.epoch, ++epoch, __ATOMIC_RELEASE);
     }
     bool await(milliseconds bound) {

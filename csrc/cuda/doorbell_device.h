@@ -1,0 +1,299 @@
+// What the kernels of a step do with the doorbell.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+
+#include "cpu/kernels.h"
+#include "cuda/activate.h"
+#include "cuda/doorbell.h"
+#include "cuda/step.h"
+#include "numerics.h"
+
+namespace moepool {
+namespace cuda {
+namespace {
+
+static_assert(sizeof(ActivationChunk) == 384 && offsetof(ActivationChunk, d) == 256 &&
+                  offsetof(ActivationChunk, e) == 288 && offsetof(ActivationChunk, sums) == 320,
+              "store_chunk_block writes what the CPU kernels read");
+
+__device__ __forceinline__ unsigned long long device_ns() {
+    unsigned long long now;
+    asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now));
+    return now;
+}
+__device__ __forceinline__ uint32_t load_from_host(const uint32_t *at) {
+    uint32_t value;
+    asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+}
+__device__ __forceinline__ void store_to_host(uint32_t *at, uint32_t value) {
+    asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+__device__ __forceinline__ uint32_t load_acquired(const uint32_t *at) {
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+}
+__device__ __forceinline__ void store_released(uint32_t *at, uint32_t value) {
+    asm volatile("st.release.gpu.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+
+// ------------------------------------------------------------------------------------------------------ the division
+
+// What the books of a step begin with. By one thread.
+struct Outlook {
+    bool all_host;
+    int bias;
+};
+__device__ __forceinline__ division::Rates rates_of(const BellState &state, int load) {
+    return {__ldcg(&state.link_ns), {__ldcg(&state.pace[load].base_ns), __ldcg(&state.pace[load].record_ns)}};
+}
+__device__ __forceinline__ Outlook begin_books(const Step &step) {
+    const Bell &bell = step.bell;
+    if (!bell.state || !bell.divides) return {false, 0};
+    BellState &state = *bell.state;
+    const auto last = [](const auto &field) { return __ldcg(&field); };  // written by other multiprocessors, too
+    // Looked up by the blocks of a single token's kernels as well, so that there the last of them changes it.
+    const int next_all_host = last(state.next_all_host);
+    if (step.tokens > 1) state.all_host = next_all_host;
+    const bool all_host = step.tokens > 1 ? next_all_host : last(state.all_host);
+    const division::Rates rates = rates_of(state, last(state.load));
+    const auto begun = static_cast<int64_t>(last(state.begun)), ended = static_cast<int64_t>(last(state.ended));
+    const auto ready = static_cast<int64_t>(last(state.ready)), seen = static_cast<int64_t>(last(state.seen));
+    const int wanted = last(state.wanted), streamed = last(state.streamed), hosted = last(state.hosted);
+    int bias = last(state.bias);
+    if (wanted > 0 && ended > begun) {
+        if (streamed > 0 && hosted > 0 && ready && seen)
+            state.bias = bias = division::next_bias(rates, bias, ready, seen, last(state.waited));
+        const int64_t alone = division::finished(rates, wanted, wanted) * 16 / wanted;
+        division::Course course{last(state.course.phase),    last(state.course.left),   last(state.course.losses),
+                                last(state.course.slots_ns), last(state.course.cpu_ns), last(state.course.step_backs)};
+        state.next_all_host =
+            division::advance(course, (ended - begun) * 16 / wanted, rates.cpu.record_ns ? alone : 0, bell.period);
+        state.course = course;
+    }
+    state.begun = device_ns();
+    state.ready = state.seen = state.ended = 0;
+    state.waited = 0;
+    return {all_host, bias};
+}
+
+// And end with.
+__device__ __forceinline__ void note_step(const Bell &bell, int streamed, int hosted, int wanted, int places) {
+    bell.state->streamed = streamed;
+    bell.state->hosted = hosted;
+    bell.state->wanted = wanted;
+    bell.state->load = doorbell::load_class((places + wanted - 1) / max(wanted, 1));
+}
+
+// How many of the missing experts the CPU computes: the last of them, in the order in which they are admitted.
+__device__ __forceinline__ int records_for_host(const Step &step, const Outlook &outlook, int missing, int wanted,
+                                                int places) {
+    const Bell &bell = step.bell;
+    if (!bell.state) return 0;
+    if (!bell.divides || outlook.all_host) return missing;
+    const int load = doorbell::load_class((places + wanted - 1) / max(wanted, 1));
+    return division::share(rates_of(*bell.state, load), missing, outlook.bias);
+}
+
+// For the lesson of the next step. By one thread of each block, when it has done its hot part, and at its end.
+__device__ __forceinline__ void note_ready(const Bell &bell) {
+    if (bell.state && bell.divides) atomicMax(&bell.state->ready, device_ns());
+}
+__device__ __forceinline__ void note_end(const Bell &bell) {
+    if (bell.state && bell.divides) atomicMax(&bell.state->ended, device_ns());
+}
+// Whether the CPU computes hits as well. Only blocks of a single token's kernels ask.
+__device__ __forceinline__ bool hosts_all(const Bell &bell) {
+    return bell.state && bell.divides && __ldcg(&bell.state->all_host);
+}
+__device__ __forceinline__ bool changes_course(const Bell &bell) {
+    return bell.state && bell.divides && __ldcg(&bell.state->next_all_host) != __ldcg(&bell.state->all_host);
+}
+
+// ---------------------------------------------------------------------------------------------------------- the post
+
+// Block `block` of a row, as the CPU kernels want it, by one warp.
+__device__ __forceinline__ void store_chunk_block(const Quantised &made, int lane, int64_t block,
+                                                  ActivationChunk *row) {
+    ActivationChunk &chunk = row[block / kChunkBlocks];
+    const int b = static_cast<int>(block % kChunkBlocks);
+    // Whole words: the link carries each store by itself.
+    uint32_t codes = static_cast<uint32_t>(made.code) & 0xffu;
+    codes |= __shfl_down_sync(~0u, codes, 1) << 8;
+    codes |= __shfl_down_sync(~0u, codes, 2) << 16;
+    if (lane % 4 == 0) reinterpret_cast<uint32_t *>(chunk.q + b * kBlockColumns)[lane / 4] = codes;
+    if (lane == 0) {
+        chunk.d[b] = made.d;
+        chunk.e[b] = made.e;
+        chunk.sums[0][b] = made.sum0;
+        chunk.sums[1][b] = made.sum1;
+    }
+}
+
+// Asks the CPU for the rows of the places that `wants` names (an expert, or -1). By all threads of the block that keeps
+// the books. Places are listed in rising order. columns: of gate.
+template <class Wants>
+__device__ __forceinline__ void post(const Step &step, int64_t columns, bool quantised, const Wants &wants) {
+    const Bell &bell = step.bell;
+    __shared__ int listed;
+    __shared__ uint32_t tokens_asked[kMostDecodePlaces / 32];  // bits, by activation row
+    const int thread = blockDim.x * threadIdx.y + threadIdx.x, threads = blockDim.x * blockDim.y, lane = thread % 32;
+    const int places = step.tokens * step.k;
+    const bool ring = !__ldcg(&bell.state->poisoned);
+    for (int i = thread; i < kMostDecodePlaces / 32; i += threads) tokens_asked[i] = 0;
+    __syncthreads();
+    if (thread < 32) {
+        int count = 0;
+        for (int base = 0; base < places; base += 32) {
+            const int p = base + lane, expert = p < places ? wants(p) : -1;
+            const unsigned asked = __ballot_sync(~0u, expert >= 0);
+            if (expert >= 0) {
+                bell.hosted[count + __popc(asked & ((1u << lane) - 1))] = p;
+                const int row = p / step.x_per_row;
+                atomicOr(tokens_asked + row / 32, 1u << row % 32);
+            }
+            if (ring && p < places) __stcg(bell.experts + p, expert);
+            count += __popc(asked);
+        }
+        if (lane == 0) listed = count;
+    }
+    __syncthreads();
+    if (ring) {
+        const int64_t rows = (places + step.x_per_row - 1) / step.x_per_row;
+        if (quantised) {
+            const int64_t blocks = columns / kBlockColumns, chunks = (blocks + kChunkBlocks - 1) / kChunkBlocks;
+            auto *input = reinterpret_cast<ActivationChunk *>(bell.input);
+            for (int64_t unit = thread / 32; unit < rows * blocks; unit += threads / 32) {
+                const int64_t row = unit / blocks, block = unit % blocks;
+                if (!(tokens_asked[row / 32] >> row % 32 & 1)) continue;
+                const int64_t column = row * columns + block * kBlockColumns + lane;
+                store_chunk_block(quantise(widen(step.x, step.x_dtype, column)), lane, block, input + row * chunks);
+            }
+        } else {
+            auto *input = reinterpret_cast<float *>(bell.input);
+            for (int64_t i = thread; i < rows * columns; i += threads) {
+                const int64_t row = i / columns;
+                if (tokens_asked[row / 32] >> row % 32 & 1) input[i] = widen(step.x, step.x_dtype, i);
+            }
+        }
+    }
+    __syncthreads();
+    if (thread == 0) {
+        BellState &state = *bell.state;
+        const uint32_t epoch = __ldcg(&state.epoch) + 1;
+        state.epoch = epoch;
+        state.places = listed;
+        if (ring) {
+            bell.request->buffer = bell.buffer;
+            bell.request->tokens = step.tokens;
+            bell.request->k = step.k;
+            bell.request->per_row = step.x_per_row;
+            store_to_host(&bell.request->epoch, epoch);
+        }
+    }
+}
+// In place of a post.
+__device__ __forceinline__ void post_nothing(const Bell &bell) {
+    if (bell.state && threadIdx.x == 0 && threadIdx.y == 0) bell.state->places = 0;
+}
+
+// -------------------------------------------------------------------------------------------------------- the answer
+
+// Whether the step waits for the CPU. To be asked behind the kernel that posts.
+__device__ __forceinline__ bool has_answer(const Bell &bell) { return bell.state && __ldcg(&bell.state->places) > 0; }
+
+// Brings the rows of the CPU to Step::rows, NaN in their place if they do not come. By all threads of blocks 0 ..
+// blocks - 1, behind the kernel that posts. Only the first one looks over the link.
+__device__ __forceinline__ void take_answer(const Step &step, int64_t columns, int block, int blocks) {
+    const Bell &bell = step.bell;
+    __shared__ uint32_t lost;
+    BellState &state = *bell.state;
+    const int count = __ldcg(&state.places);
+    if (count == 0) return;
+    const uint32_t epoch = __ldcg(&state.epoch);
+    const int thread = blockDim.x * threadIdx.y + threadIdx.x, threads = blockDim.x * blockDim.y;
+    if (thread == 0) {
+        if (block > 0) {
+            while (load_acquired(&state.arrived) != epoch) {
+            }
+        } else {
+            uint32_t polled = 0;
+            if (!__ldcg(&state.poisoned)) {
+                const unsigned long long begun = device_ns();
+                while (load_from_host(&bell.answer->epoch) != epoch) {
+                    polled = 1;
+                    if (device_ns() - begun < bell.timeout_ns) continue;
+                    state.poisoned = 1;
+                    bell.trouble->epoch = epoch;
+                    store_to_host(&bell.trouble->timed_out, 1);
+                    break;
+                }
+            }
+            if (bell.divides) {
+                state.seen = device_ns();
+                state.waited = polled;
+                for (int load = 0; load < doorbell::kLoads; ++load) {
+                    const auto *pace = reinterpret_cast<const volatile uint32_t *>(bell.answer->pace + load);
+                    state.pace[load] = {pace[0], pace[1]};
+                }
+            }
+            store_released(&state.arrived, epoch);
+        }
+        lost = __ldcg(&state.poisoned);
+    }
+    __syncthreads();
+    // Many reads are in flight, for each takes a microsecond.
+    const auto copy = [&](auto *target, const auto *source, int size, const auto &nothing) {
+        using Piece = std::remove_reference_t<decltype(*target)>;
+        const int total = count * size, stride = blocks * threads;
+        constexpr int kFlight = 8;
+        for (int first = block * threads + thread; first < total; first += kFlight * stride) {
+            Piece piece[kFlight];
+            int64_t at[kFlight];
+#pragma unroll
+            for (int j = 0; j < kFlight; ++j) {
+                const int i = first + j * stride;
+                at[j] = i < total ? int64_t{__ldcg(bell.hosted + i / size)} * size + i % size : -1;
+            }
+#pragma unroll
+            for (int j = 0; j < kFlight; ++j)
+                if (at[j] >= 0) piece[j] = lost ? nothing : __ldcv(source + at[j]);
+#pragma unroll
+            for (int j = 0; j < kFlight; ++j)
+                if (at[j] >= 0) target[at[j]] = piece[j];
+        }
+    };
+    const float none = num::nan();
+    if (columns % 4 == 0)
+        copy(reinterpret_cast<float4 *>(step.rows), reinterpret_cast<const float4 *>(bell.rows),
+             static_cast<int>(columns / 4), float4{none, none, none, none});
+    else
+        copy(step.rows, bell.rows, static_cast<int>(columns), none);
+    __threadfence();
+    __syncthreads();
+    // With more blocks than one, what needs the rows is a kernel of its own.
+    if (thread == 0 && blocks == 1) store_released(&state.answered, epoch);
+}
+
+// Waits until take_answer has brought the rows. By all threads of a block of the same kernel.
+__device__ __forceinline__ void await_answer(const Bell &bell) {
+    if (threadIdx.x == 0 && threadIdx.y == 0) {
+        const uint32_t epoch = __ldcg(&bell.state->epoch);
+        while (load_acquired(&bell.state->answered) != epoch) {
+        }
+    }
+    __syncthreads();
+}
+
+// The row of a place that the CPU computed.
+__device__ __forceinline__ float cold_row(const Step &step, int64_t place, int64_t columns, int64_t row) {
+    return __ldcg(step.rows + place * columns + row);
+}
+
+}  // namespace
+}  // namespace cuda
+}  // namespace moepool
