@@ -52,3 +52,15 @@ def test_channel(program: Path, case: str, request: pytest.FixtureRequest) -> No
 
 def test_every_case_is_run(program: Path) -> None:
     assert tuple(run(program).split()) == CASES
+
+
+def test_division(tmp_path: Path) -> None:
+    """How misses are divided, and when slots are given up: no device has a part in it."""
+    target = tmp_path / "division"
+    includes = [f"-I{ROOT / 'include'}", f"-I{ROOT / 'csrc'}"]
+    source = ROOT / "tests" / "native" / "division.cpp"
+    run(
+        "g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fsanitize=undefined", *includes, source,
+        "-o", target,
+    )  # fmt: skip
+    assert run(target) == "ok\n"
