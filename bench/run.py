@@ -1,4 +1,4 @@
-"""Measures moepool: ``python bench/run.py decode | resolve | stream | cpu | peer``. README.md says how."""
+"""Measures moepool: ``python bench/run.py MODE``. See README.md beside this."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ if not __package__:  # started as a program: the packages bench and tests lie be
 import moepool
 from bench import cpu as cpu_layers
 from bench import decode as decode_layers
+from bench import doorbell as doorbell_trips
+from bench import hybrid as hybrid_layers
 from bench import peer as peer_layers
 from bench import resolve as resolve_steps
 from bench import stream as stream_misses
@@ -166,6 +168,60 @@ def stream(types: list[str], tokens: list[int], seconds: float, path: Path | Non
     gpu = Gpu()
     report = Report("stream", stream_misses.COLUMNS, machine(gpu.name))
     stream_misses.stream(report, gpu, types, tokens, seconds)
+    report.write(path)
+
+
+@main.command()
+@types_option("q4_k")
+@tokens_option("1", 16)
+@click.option(
+    "--slots",
+    callback=list_of(click.IntRange(min=0)),
+    default="0,8,16,32,64,128",
+    show_default=True,
+    metavar="S,...",
+    help="Slots of each layer.",
+)
+@click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Of the CPU.  [default: one less than it has, for one thread waits for the device]",
+)
+@layers_option_of(4)
+@shape_option
+@seconds_option(1.0)
+@json_option
+def hybrid(
+    types: list[str],
+    tokens: list[int],
+    slots: list[int],
+    threads: int | None,
+    layers: int,
+    shape: Shape,
+    seconds: float,
+    path: Path | None,
+) -> None:
+    """Whole layers in a CUDA graph with few slots: misses over the link, by the CPU, or divided."""
+    gpu = Gpu()
+    before = moepool.get_threads()
+    moepool.set_threads(threads or max(1, before - 1))
+    try:
+        report = Report("hybrid", hybrid_layers.COLUMNS, machine(gpu.name))
+        hybrid_layers.hybrid(report, gpu, types, tokens, slots, layers, shape, seconds)
+        report.write(path)
+    finally:
+        moepool.set_threads(before)
+
+
+@main.command()
+@layers_option
+@seconds_option(0.5)
+@json_option
+def doorbell(layers: int, seconds: float, path: Path | None) -> None:
+    """From a CUDA graph to the CPU and back."""
+    gpu = Gpu()
+    report = Report("doorbell", doorbell_trips.COLUMNS, machine(gpu.name))
+    doorbell_trips.doorbell(report, gpu, layers, seconds)
     report.write(path)
 
 

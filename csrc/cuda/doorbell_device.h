@@ -90,13 +90,15 @@ __device__ __forceinline__ void note_step(const Bell &bell, int streamed, int ho
 }
 
 // How many of the missing experts the CPU computes: the last of them, in the order in which they are admitted.
+// in: one of them is to come into a slot even if the CPU alone would be quicker.
 __device__ __forceinline__ int records_for_host(const Step &step, const Outlook &outlook, int missing, int wanted,
-                                                int places) {
+                                                int places, bool in) {
     const Bell &bell = step.bell;
-    if (!bell.state) return 0;
+    if (!bell.state || missing == 0) return 0;
     if (!bell.divides || outlook.all_host) return missing;
     const int load = doorbell::load_class((places + wanted - 1) / max(wanted, 1));
-    return division::share(rates_of(*bell.state, load), missing, outlook.bias);
+    const int share = division::share(rates_of(*bell.state, load), missing, outlook.bias);
+    return in ? min(share, missing - 1) : share;
 }
 
 // For the lesson of the next step. By one thread of each block, when it has done its hot part, and at its end.
@@ -142,8 +144,11 @@ __device__ __forceinline__ void post(const Step &step, int64_t columns, bool qua
     __shared__ int listed;
     __shared__ uint32_t tokens_asked[kMostDecodePlaces / 32];  // bits, by activation row
     const int thread = blockDim.x * threadIdx.y + threadIdx.x, threads = blockDim.x * blockDim.y, lane = thread % 32;
-    const int places = step.tokens * step.k;
+    const int places = step.tokens * step.k, warp = thread / 32, warps = threads / 32;
+    const int64_t rows = (places + step.x_per_row - 1) / step.x_per_row;
     const bool ring = !__ldcg(&bell.state->poisoned);
+    // A single row is asked for in any case: the first warp lists the places while the others are at that row.
+    const bool single = rows == 1 && warps > 1;
     for (int i = thread; i < kMostDecodePlaces / 32; i += threads) tokens_asked[i] = 0;
     __syncthreads();
     if (thread < 32) {
@@ -161,24 +166,34 @@ __device__ __forceinline__ void post(const Step &step, int64_t columns, bool qua
         }
         if (lane == 0) listed = count;
     }
-    __syncthreads();
-    if (ring) {
-        const int64_t rows = (places + step.x_per_row - 1) / step.x_per_row;
+    if (!single) __syncthreads();
+    if (ring && !(single && warp == 0)) {
+        const auto is_asked = [&](int64_t row) { return single || tokens_asked[row / 32] >> row % 32 & 1; };
         if (quantised) {
             const int64_t blocks = columns / kBlockColumns, chunks = (blocks + kChunkBlocks - 1) / kChunkBlocks;
             auto *input = reinterpret_cast<ActivationChunk *>(bell.input);
-            for (int64_t unit = thread / 32; unit < rows * blocks; unit += threads / 32) {
-                const int64_t row = unit / blocks, block = unit % blocks;
-                if (!(tokens_asked[row / 32] >> row % 32 & 1)) continue;
-                const int64_t column = row * columns + block * kBlockColumns + lane;
-                store_chunk_block(quantise(widen(step.x, step.x_dtype, column)), lane, block, input + row * chunks);
+            const int first = single ? warp - 1 : warp, stride = single ? warps - 1 : warps;
+            constexpr int kFlight = 4;  // blocks whose floats are loaded at once
+            for (int64_t unit = first; unit < rows * blocks; unit += kFlight * stride) {
+                float value[kFlight];
+#pragma unroll
+                for (int i = 0; i < kFlight; ++i) {
+                    const int64_t at = unit + i * stride;
+                    const bool wanted = at < rows * blocks && is_asked(at / blocks);
+                    value[i] = wanted ? widen(step.x, step.x_dtype, at * kBlockColumns + lane) : 0.0f;
+                }
+#pragma unroll
+                for (int i = 0; i < kFlight; ++i) {
+                    const int64_t at = unit + i * stride;
+                    if (at < rows * blocks && is_asked(at / blocks))
+                        store_chunk_block(quantise(value[i]), lane, at % blocks, input + at / blocks * chunks);
+                }
             }
         } else {
             auto *input = reinterpret_cast<float *>(bell.input);
-            for (int64_t i = thread; i < rows * columns; i += threads) {
-                const int64_t row = i / columns;
-                if (tokens_asked[row / 32] >> row % 32 & 1) input[i] = widen(step.x, step.x_dtype, i);
-            }
+            const int first = single ? thread - 32 : thread, stride = single ? threads - 32 : threads;
+            for (int64_t i = first; i < rows * columns; i += stride)
+                if (is_asked(i / columns)) input[i] = widen(step.x, step.x_dtype, i);
         }
     }
     __syncthreads();
@@ -188,10 +203,7 @@ __device__ __forceinline__ void post(const Step &step, int64_t columns, bool qua
         state.epoch = epoch;
         state.places = listed;
         if (ring) {
-            bell.request->buffer = bell.buffer;
-            bell.request->tokens = step.tokens;
-            bell.request->k = step.k;
-            bell.request->per_row = step.x_per_row;
+            *reinterpret_cast<int4 *>(bell.request) = {bell.buffer, step.tokens, step.k, step.x_per_row};
             store_to_host(&bell.request->epoch, epoch);
         }
     }
@@ -236,10 +248,6 @@ __device__ __forceinline__ void take_answer(const Step &step, int64_t columns, i
             if (bell.divides) {
                 state.seen = device_ns();
                 state.waited = polled;
-                for (int load = 0; load < doorbell::kLoads; ++load) {
-                    const auto *pace = reinterpret_cast<const volatile uint32_t *>(bell.answer->pace + load);
-                    state.pace[load] = {pace[0], pace[1]};
-                }
             }
             store_released(&state.arrived, epoch);
         }
@@ -277,6 +285,11 @@ __device__ __forceinline__ void take_answer(const Step &step, int64_t columns, i
     __syncthreads();
     // With more blocks than one, what needs the rows is a kernel of its own.
     if (thread == 0 && blocks == 1) store_released(&state.answered, epoch);
+    if (thread == 0 && block == 0 && bell.divides && !lost) {
+        const int load = __ldcg(&state.load);
+        const uint2 pace = __ldcv(reinterpret_cast<const uint2 *>(bell.answer->pace + load));
+        state.pace[load] = {pace.x, pace.y};
+    }
 }
 
 // Waits until take_answer has brought the rows. By all threads of a block of the same kernel.

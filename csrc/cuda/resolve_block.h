@@ -62,7 +62,9 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         bad = ~0ull;
         outlook = begin_books(step);
     }
-    __syncthreads();
+    bool empty = false;
+    for (int s = thread; s < a.slots; s += threads) empty |= inside[s] < 0;
+    empty = __syncthreads_or(empty);
 
     for (int p = thread; p < places; p += threads) {
         const int64_t wide = read_id(step, p);
@@ -112,7 +114,9 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
 
     // What the CPU computes it is told first of all.
     const int placed_valid = single ? hits + misses : placed;
-    const int hosted_misses = records_for_host(step, outlook, misses, hits + misses, placed_valid);
+    const bool bypass = hits + misses > a.slots;
+    const bool comes_in = !bypass && !a.static_policy && a.admit != 0 && (empty || tick_before % division::kTrial == 0);
+    const int hosted_misses = records_for_host(step, outlook, misses, hits + misses, placed_valid, comes_in);
     const int hosted = hosted_misses + (outlook.all_host ? hits : 0);
     if (hosted > 0) {
         for (int i = misses - hosted_misses + thread; i < misses; i += threads) host[missing[i]] = 1;
@@ -124,7 +128,6 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         post_nothing(step.bell);
     }
 
-    const bool bypass = hits + misses > a.slots;
     const int64_t tick = tick_before + (hits + misses > 0);
     int admitted = 0;
     if (!bypass && !a.static_policy && misses > 0) {

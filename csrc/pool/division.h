@@ -12,6 +12,7 @@ namespace division {
 
 constexpr int64_t kRoundTripNs = 5000;  // of a request and its answer, besides what the CPU is at work
 constexpr int kMostBias = 8;            // quarter records
+constexpr int kTrial = 8;               // every so many steps a record comes in though the CPU is quicker
 
 // What a record takes, over the link and by the CPU.
 struct Rates {

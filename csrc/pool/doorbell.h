@@ -48,10 +48,10 @@ constexpr int kMostBuffers = 16;
 constexpr int kLoads = 5;
 
 struct alignas(64) Request {
-    uint32_t epoch;
     int32_t buffer;
     int32_t tokens, k;
     int32_t per_row;  // places that share an activation row: k or 1
+    uint32_t epoch;
 };
 
 // What some records take on this machine, under its load of these moments: base_ns + n * record_ns. 0: not known yet.
