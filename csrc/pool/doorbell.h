@@ -55,7 +55,7 @@ struct alignas(64) Request {
 };
 
 // What some records take on this machine, under its load of these moments: base_ns + n * record_ns. 0: not known yet.
-struct Pace {
+struct alignas(8) Pace {  // a device reads it at once
     uint32_t base_ns, record_ns;
 };
 
