@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import tempfile
+from itertools import product
 from pathlib import Path
 
 import click
@@ -19,10 +20,13 @@ from tests import cases
 
 SOURCE = Path(__file__).with_name("doorbell.cu")
 STEPS = 32
-EXPERTS, HIDDEN = 32, 2048
+EXPERTS = 32
+# Next to nothing, and activations of the usual length, of which the CPU then has a panel or two to read.
+SHAPES = ((32, "f32"), (2048, "q8_0"))
 
 COLUMNS = (
     Column("what", "", "", 26),
+    Column("hidden", "hidden", "d", 8),
     Column("k", "k", "d", 4),
     Column("us", "us", ".2f"),
     SPREAD,
@@ -31,12 +35,11 @@ COLUMNS = (
 
 
 def doorbell(report: Report, gpu: Gpu, layers: int, seconds: float) -> None:
-    """Measures layers of one panel each way whose experts are all resident, then all left to the CPU."""
+    """Measures small layers whose experts are all resident, then all left to the CPU."""
     report.header()
-    for k in (1, 8):
-        (layer,) = layers_of(
-            cases.Ffn(f"bench doorbell/{k}", HIDDEN, 32, EXPERTS, k, "q8_0", "q8_0", "q8_0"), 1
-        )
+    for (hidden, qtype), k in product(SHAPES, (1, 8)):
+        ffn = cases.Ffn(f"bench doorbell/{hidden}/{k}", hidden, 32, EXPERTS, k, qtype, qtype, qtype)
+        (layer,) = layers_of(ffn, 1)
         hits = _row(gpu, layer, k, layers, seconds, slots=EXPERTS)
         report.add(hits | {"what": "resident"})
         for what, nodes in (("doorbell", False), ("host node", True)):
@@ -52,7 +55,8 @@ def doorbell(report: Report, gpu: Gpu, layers: int, seconds: float) -> None:
 
 def _row(gpu: Gpu, layer: moepool.Layer, k: int, layers: int, seconds: float, *, slots: int) -> Row:
     trace = random_trace(STEPS, layers, 1, k, EXPERTS)
-    x, weights = cases.activations("plain", 1, HIDDEN, "doorbell"), cases.router_weights(1, k)
+    hidden = layer.matrices["gate"].columns
+    x, weights = cases.activations("plain", 1, hidden, "doorbell"), cases.router_weights(1, k)
     with quiet():
         pools = [moepool.Pool(layer, slots, device="cuda:0", miss="host") for _ in range(layers)]
         if slots:
@@ -64,7 +68,7 @@ def _row(gpu: Gpu, layer: moepool.Layer, k: int, layers: int, seconds: float, *,
         timing, router = replay.time(seconds)
     for pool in pools:
         pool.close()
-    return timing.row() | {"k": k, "router_us": router.median}
+    return timing.row() | {"hidden": hidden, "k": k, "router_us": router.median}
 
 
 def means() -> list[Row]:

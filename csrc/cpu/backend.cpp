@@ -19,6 +19,7 @@ namespace moepool {
 namespace {
 
 constexpr int64_t kSliceTokens = 512;   // tokens that ffn keeps intermediate rows for
+constexpr std::chrono::microseconds kNextRequest{1000};  // of a device: it comes before that, or much later
 constexpr int64_t kElements = 1 << 14;  // of an elementwise op in one item
 
 class CpuSlots : public Slots {
@@ -295,6 +296,7 @@ void cpu_answer(const Layer &layer, const doorbell::Work &work) {
     const Matrix &gate = layer.matrices()[0];
     chain(Requested{order, places}, groups, layer.matrices(),
           RequestedRows{work.input, gate.columns, is_quantised(gate)}, work.per_row, work.rows);
+    keep_awake(kNextRequest);
 }
 
 }  // namespace moepool

@@ -78,11 +78,15 @@ int default_threads() {
     return std::max(1, static_cast<int>(std::min<double>(cpus, std::ceil(cgroup_cpus()))));
 }
 
+std::atomic<int64_t> awake_until{0};  // of the steady clock: no helper sleeps before
+
 // Polls for a moment, about the gap between two ops of a layer. False: it has not come.
 template <class Come>
-bool spin(Come come) {
+bool spin(Come come, bool stays_awake = false) {
+    using Clock = std::chrono::steady_clock;
     constexpr auto kMoment = std::chrono::microseconds(50);
-    const auto start = std::chrono::steady_clock::now();
+    const Clock::time_point until = Clock::now() + kMoment;
+    Clock::time_point now;
     do {
         for (int i = 0; i < 32; ++i) {
             if (come()) return true;
@@ -90,7 +94,8 @@ bool spin(Come come) {
             _mm_pause();
 #endif
         }
-    } while (std::chrono::steady_clock::now() - start < kMoment);
+        now = Clock::now();
+    } while (now < until || (stays_awake && now.time_since_epoch().count() < awake_until.load()));
     return false;
 }
 
@@ -192,7 +197,7 @@ class Workers {
         while (!stopping_.load()) {
             bool any = false;
             for (Job &job : jobs_) any |= take_items(job);
-            if (any || spin(called)) continue;
+            if (any || spin(called, true)) continue;
             std::unique_lock<std::mutex> lock(mutex_);
             sleepers_.fetch_add(1);
             wake_.wait(lock, called);
@@ -249,6 +254,10 @@ void parallel_for(int64_t count, void (*body)(void *, int64_t), void *context) {
     }
     const FloatEnvironment environment;
     for (int64_t i = 0; i < count; ++i) body(context, i);
+}
+
+void keep_awake(std::chrono::microseconds time) {
+    awake_until.store((std::chrono::steady_clock::now() + time).time_since_epoch().count());
 }
 
 void set_threads(int threads) {

@@ -1,6 +1,7 @@
 // The persistent worker threads of the process.
 #pragma once
 
+#include <chrono>
 #include <cstdint>
 
 namespace moepool {
@@ -15,6 +16,9 @@ template <class Body>
 void parallel_for(int64_t count, Body &&body) {
     parallel_for(count, [](void *context, int64_t i) { (*static_cast<Body *>(context))(i); }, &body);
 }
+
+// The workers poll for at least so long before they sleep: waking them takes longer than a small call.
+void keep_awake(std::chrono::microseconds time);
 
 // The caller included; 0 restores the default: the CPUs this process may use, by affinity and cgroup limit.
 void set_threads(int threads);

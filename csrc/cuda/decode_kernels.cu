@@ -268,13 +268,15 @@ __global__ void __launch_bounds__(32 * kSingleDownWarps) down_single(const Step 
     extern __shared__ __align__(128) uint8_t memory[];
     __shared__ Looked looked[kMostDecodePlaces];
     __shared__ float weights[kMostDecodePlaces];
+    __shared__ bool answered;
     const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y, k = step.k;
     // With a doorbell the first block takes the answer: it is there before those that wait for it.
     const int group = static_cast<int>(blockIdx.x) - (step.bell.state ? 1 : 0), units = k * down.chunks;
     if (group < 0) {
         wait_for_kernels_in_front();
         let_the_next_kernel_start();
-        return take_answer(step, down.rows, 0, 1);
+        if (warp == 0 && lane == 0 && has_answer(step.bell)) poll_answer(step.bell);
+        return;
     }
     const int64_t r = int64_t{group} * kPanelRows + lane;
     const Shared shared(memory, warps, stages, kPanelBytes<T>, kStagedBytes<T>, 1);
@@ -346,14 +348,21 @@ __global__ void __launch_bounds__(32 * kSingleDownWarps) down_single(const Step 
         __syncthreads();
     }
     if (waits) {
-        if (warp == 0 && lane == 0) note_ready(step.bell);
-        await_answer(step.bell);
+        if (warp == 0 && lane == 0) {
+            note_ready(step.bell);
+            answered = await_answer(step.bell);
+        }
+        __syncthreads();
+        for (int j = warp; j < k; j += warps)
+            if (looked[j].host && r < down.rows)
+                shared.total[j * 32 + lane] = answered ? cold_row(step.bell, j, down.rows, r) : num::nan();
+        __syncthreads();
     }
     if (warp == 0 && r < down.rows) {
         float y = 0.0f;
         for (int j = 0; j < k; ++j) {
             if (!looked[j].record && !looked[j].invalid) continue;
-            const float o = looked[j].host     ? cold_row(step, j, down.rows, r)
+            const float o = looked[j].host     ? shared.total[j * 32 + lane]
                             : looked[j].record ? finish_row(shared.total[j * 32 + lane], looked[j].record, down, r)
                                                : num::nan();
             y = num::mp_fma(weights[j], o, y);

@@ -5,8 +5,9 @@
 //
 //   books     decide which (Division), write the request straight into mapped memory, ring; then keep the books
 //   hot part  gate/up and down of all other places, records of admitted experts copied beside
-//   answer    blocks of down that do nothing else: the first polls the mapped line, and tells the others through device
-//             memory; they bring the rows to Step::rows, where the combine finds every place's row
+//   answer    one thread polls the mapped line and tells the others through device memory. Of a single token, the blocks
+//             of down read their pieces of the rows over the link; of more, some blocks bring the rows to Step::rows,
+//             where the combine finds every place's row
 //
 // A step without such experts posts nothing and waits for nothing.
 #pragma once
@@ -31,7 +32,6 @@ namespace cuda {
 // Of a pool, in device memory. Times are the device's nanoseconds.
 struct BellState {
     uint32_t epoch;     // of the last step with a request
-    uint32_t answered;  // the last epoch whose rows are in Step::rows
     uint32_t arrived;   // the last epoch whose answer was seen, or given up
     uint32_t poisoned;  // an answer did not come in time: nobody asks and nobody waits any more
     int32_t places;     // of this step that the CPU computes

@@ -118,22 +118,27 @@ __device__ __forceinline__ bool changes_course(const Bell &bell) {
 
 // ---------------------------------------------------------------------------------------------------------- the post
 
-// Block `block` of a row, as the CPU kernels want it, by one warp.
-__device__ __forceinline__ void store_chunk_block(const Quantised &made, int lane, int64_t block,
-                                                  ActivationChunk *row) {
-    ActivationChunk &chunk = row[block / kChunkBlocks];
-    const int b = static_cast<int>(block % kChunkBlocks);
-    // Whole words: the link carries each store by itself.
-    uint32_t codes = static_cast<uint32_t>(made.code) & 0xffu;
-    codes |= __shfl_down_sync(~0u, codes, 1) << 8;
-    codes |= __shfl_down_sync(~0u, codes, 2) << 16;
-    if (lane % 4 == 0) reinterpret_cast<uint32_t *>(chunk.q + b * kBlockColumns)[lane / 4] = codes;
-    if (lane == 0) {
-        chunk.d[b] = made.d;
-        chunk.e[b] = made.e;
-        chunk.sums[0][b] = made.sum0;
-        chunk.sums[1][b] = made.sum1;
-    }
+constexpr int kPieceColumns = 128;
+
+// Columns 128 * piece .. of a row, as the CPU kernels want them, by one warp. A few whole lines: the link carries what
+// an instruction stores to one line at once.
+__device__ __forceinline__ void store_piece(const QuantisedFour &made, int lane, int64_t piece, int64_t columns,
+                                            ActivationChunk *row) {
+    ActivationChunk &chunk = row[piece / 2];
+    const int first = static_cast<int>(piece % 2) * 4;  // block of the chunk
+    const bool inside = piece * kPieceColumns + lane / 8 * kBlockColumns < columns;
+    if (inside) reinterpret_cast<uint32_t *>(chunk.q + first * kBlockColumns)[lane] = made.codes;
+    // d, e and both sums of the four blocks: a lane one of them.
+    const int from = lane % 4 * 8;
+    const uint32_t d = __shfl_sync(~0u, num::bits(made.d), from), e = __shfl_sync(~0u, num::bits(made.e), from);
+    const int sum = __shfl_sync(~0u, made.sum, from), other = __shfl_sync(~0u, made.other, from);
+    const int kind = lane / 4;
+    if (kind > 3 || piece * kPieceColumns + lane % 4 * kBlockColumns >= columns) return;
+    reinterpret_cast<uint32_t *>(chunk.d)[kind * kChunkBlocks + first + lane % 4] =
+        kind == 0   ? d
+        : kind == 1 ? e
+        : kind == 2 ? static_cast<uint32_t>(sum)
+                    : static_cast<uint32_t>(other);
 }
 
 // Asks the CPU for the rows of the places that `wants` names (an expert, or -1). By all threads of the block that keeps
@@ -147,8 +152,7 @@ __device__ __forceinline__ void post(const Step &step, int64_t columns, bool qua
     const int places = step.tokens * step.k, warp = thread / 32, warps = threads / 32;
     const int64_t rows = (places + step.x_per_row - 1) / step.x_per_row;
     const bool ring = !__ldcg(&bell.state->poisoned);
-    // A single row is asked for in any case: the first warp lists the places while the others are at that row.
-    const bool single = rows == 1 && warps > 1;
+    const bool single = rows == 1;  // it is asked for in any case
     for (int i = thread; i < kMostDecodePlaces / 32; i += threads) tokens_asked[i] = 0;
     __syncthreads();
     if (thread < 32) {
@@ -167,32 +171,33 @@ __device__ __forceinline__ void post(const Step &step, int64_t columns, bool qua
         if (lane == 0) listed = count;
     }
     if (!single) __syncthreads();
-    if (ring && !(single && warp == 0)) {
+    if (ring) {
         const auto is_asked = [&](int64_t row) { return single || tokens_asked[row / 32] >> row % 32 & 1; };
         if (quantised) {
-            const int64_t blocks = columns / kBlockColumns, chunks = (blocks + kChunkBlocks - 1) / kChunkBlocks;
+            const int64_t pieces = (columns + kPieceColumns - 1) / kPieceColumns, chunks = (pieces + 1) / 2;
             auto *input = reinterpret_cast<ActivationChunk *>(bell.input);
-            const int first = single ? warp - 1 : warp, stride = single ? warps - 1 : warps;
-            constexpr int kFlight = 4;  // blocks whose floats are loaded at once
-            for (int64_t unit = first; unit < rows * blocks; unit += kFlight * stride) {
-                float value[kFlight];
+            constexpr int kFlight = 2;  // pieces whose floats are loaded at once
+            for (int64_t unit = warp; unit < rows * pieces; unit += kFlight * warps) {
+                float value[kFlight][4];
 #pragma unroll
-                for (int i = 0; i < kFlight; ++i) {
-                    const int64_t at = unit + i * stride;
-                    const bool wanted = at < rows * blocks && is_asked(at / blocks);
-                    value[i] = wanted ? widen(step.x, step.x_dtype, at * kBlockColumns + lane) : 0.0f;
+                for (int j = 0; j < kFlight; ++j) {
+                    const int64_t at = unit + j * warps, row = at / pieces;
+                    const int64_t column = at % pieces * kPieceColumns + 4 * lane;
+                    const bool wanted = at < rows * pieces && column < columns && is_asked(row);
+#pragma unroll
+                    for (int i = 0; i < 4; ++i)
+                        value[j][i] = wanted ? widen(step.x, step.x_dtype, row * columns + column + i) : 0.0f;
                 }
 #pragma unroll
-                for (int i = 0; i < kFlight; ++i) {
-                    const int64_t at = unit + i * stride;
-                    if (at < rows * blocks && is_asked(at / blocks))
-                        store_chunk_block(quantise(value[i]), lane, at % blocks, input + at / blocks * chunks);
+                for (int j = 0; j < kFlight; ++j) {
+                    const int64_t at = unit + j * warps, row = at / pieces;
+                    if (at < rows * pieces && is_asked(row))
+                        store_piece(quantise_four(value[j]), lane, at % pieces, columns, input + row * chunks);
                 }
             }
         } else {
             auto *input = reinterpret_cast<float *>(bell.input);
-            const int first = single ? thread - 32 : thread, stride = single ? threads - 32 : threads;
-            for (int64_t i = first; i < rows * columns; i += stride)
+            for (int64_t i = thread; i < rows * columns; i += threads)
                 if (is_asked(i / columns)) input[i] = widen(step.x, step.x_dtype, i);
         }
     }
@@ -218,40 +223,58 @@ __device__ __forceinline__ void post_nothing(const Bell &bell) {
 // Whether the step waits for the CPU. To be asked behind the kernel that posts.
 __device__ __forceinline__ bool has_answer(const Bell &bell) { return bell.state && __ldcg(&bell.state->places) > 0; }
 
+// Waits for the answer, or gives it up, and tells all who wait on BellState::arrived. By one thread of the step: nobody
+// else looks over the link.
+__device__ __forceinline__ void poll_answer(const Bell &bell) {
+    BellState &state = *bell.state;
+    const uint32_t epoch = __ldcg(&state.epoch);
+    const int load = __ldcg(&state.load);
+    bool lost = __ldcg(&state.poisoned), waited = false;
+    if (!lost) {
+        const unsigned long long begun = device_ns();
+        while (load_from_host(&bell.answer->epoch) != epoch) {
+            waited = true;
+            if (device_ns() - begun < bell.timeout_ns) continue;
+            lost = true;
+            state.poisoned = 1;
+            bell.trouble->epoch = epoch;
+            store_to_host(&bell.trouble->timed_out, 1);
+            break;
+        }
+    }
+    store_released(&state.arrived, epoch);
+    if (!bell.divides) return;
+    state.seen = device_ns();
+    state.waited = waited;
+    if (lost) return;
+    const uint2 pace = __ldcv(reinterpret_cast<const uint2 *>(bell.answer->pace + load));
+    state.pace[load] = {pace.x, pace.y};
+}
+
+// Waits until the answer is there. By one thread of a block; a barrier of the block has to follow. False: it is lost.
+__device__ __forceinline__ bool await_answer(const Bell &bell) {
+    const uint32_t epoch = __ldcg(&bell.state->epoch);
+    while (load_acquired(&bell.state->arrived) != epoch) {
+    }
+    return !__ldcg(&bell.state->poisoned);
+}
+
+// Element `row` of what the CPU computed of a place, read over the link.
+__device__ __forceinline__ float cold_row(const Bell &bell, int64_t place, int64_t columns, int64_t row) {
+    return __ldcv(bell.rows + place * columns + row);
+}
+
 // Brings the rows of the CPU to Step::rows, NaN in their place if they do not come. By all threads of blocks 0 ..
-// blocks - 1, behind the kernel that posts. Only the first one looks over the link.
+// blocks - 1, behind the kernel that posts.
 __device__ __forceinline__ void take_answer(const Step &step, int64_t columns, int block, int blocks) {
     const Bell &bell = step.bell;
-    __shared__ uint32_t lost;
-    BellState &state = *bell.state;
-    const int count = __ldcg(&state.places);
+    __shared__ bool lost;
+    const int count = __ldcg(&bell.state->places);
     if (count == 0) return;
-    const uint32_t epoch = __ldcg(&state.epoch);
     const int thread = blockDim.x * threadIdx.y + threadIdx.x, threads = blockDim.x * blockDim.y;
     if (thread == 0) {
-        if (block > 0) {
-            while (load_acquired(&state.arrived) != epoch) {
-            }
-        } else {
-            uint32_t polled = 0;
-            if (!__ldcg(&state.poisoned)) {
-                const unsigned long long begun = device_ns();
-                while (load_from_host(&bell.answer->epoch) != epoch) {
-                    polled = 1;
-                    if (device_ns() - begun < bell.timeout_ns) continue;
-                    state.poisoned = 1;
-                    bell.trouble->epoch = epoch;
-                    store_to_host(&bell.trouble->timed_out, 1);
-                    break;
-                }
-            }
-            if (bell.divides) {
-                state.seen = device_ns();
-                state.waited = polled;
-            }
-            store_released(&state.arrived, epoch);
-        }
-        lost = __ldcg(&state.poisoned);
+        if (block == 0) poll_answer(bell);
+        lost = !await_answer(bell);
     }
     __syncthreads();
     // Many reads are in flight, for each takes a microsecond.
@@ -281,30 +304,6 @@ __device__ __forceinline__ void take_answer(const Step &step, int64_t columns, i
              static_cast<int>(columns / 4), float4{none, none, none, none});
     else
         copy(step.rows, bell.rows, static_cast<int>(columns), none);
-    __threadfence();
-    __syncthreads();
-    // With more blocks than one, what needs the rows is a kernel of its own.
-    if (thread == 0 && blocks == 1) store_released(&state.answered, epoch);
-    if (thread == 0 && block == 0 && bell.divides && !lost) {
-        const int load = __ldcg(&state.load);
-        const uint2 pace = __ldcv(reinterpret_cast<const uint2 *>(bell.answer->pace + load));
-        state.pace[load] = {pace.x, pace.y};
-    }
-}
-
-// Waits until take_answer has brought the rows. By all threads of a block of the same kernel.
-__device__ __forceinline__ void await_answer(const Bell &bell) {
-    if (threadIdx.x == 0 && threadIdx.y == 0) {
-        const uint32_t epoch = __ldcg(&bell.state->epoch);
-        while (load_acquired(&bell.state->answered) != epoch) {
-        }
-    }
-    __syncthreads();
-}
-
-// The row of a place that the CPU computed.
-__device__ __forceinline__ float cold_row(const Step &step, int64_t place, int64_t columns, int64_t row) {
-    return __ldcg(step.rows + place * columns + row);
 }
 
 }  // namespace

@@ -119,7 +119,7 @@ class Server {
         prctl(PR_SET_TIMERSLACK, 1);  // ns; the default makes a nap half as long again
         std::vector<std::shared_ptr<Channel>> seen;
         uint64_t version = 0;
-        size_t next = 0;
+        size_t next = 0, looks = 0;
         Clock::time_point busy = Clock::now();
         while (!stopping_.load()) {
             if (version != version_.load()) {
@@ -144,8 +144,8 @@ class Server {
                 busy = Clock::now();
                 continue;
             }
-            for (int i = 0; i < 8; ++i) pause();
-            if (Clock::now() - busy < kSpin) continue;
+            pause();
+            if (++looks % 16 || Clock::now() - busy < kSpin) continue;
             std::unique_lock<std::mutex> lock(mutex_);
             napping_.store(true);
             if (wake_.wait_for(lock, kNap) == std::cv_status::no_timeout) busy = Clock::now();
