@@ -1,4 +1,4 @@
-"""From a CUDA graph to the CPU and back: layers with next to nothing to compute, and the means of CUDA alone."""
+"""From a CUDA graph to the CPU and back: layers with next to nothing to compute, and what CUDA offers."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SOURCE = Path(__file__).with_name("doorbell.cu")
 STEPS = 32
 EXPERTS = 32
 # Next to nothing, and activations of the usual length, of which the CPU then has a panel or two to read.
-SHAPES = ((32, "f32"), (2048, "q8_0"))
+HIDDEN = (32, 2048)
 
 COLUMNS = (
     Column("what", "", "", 26),
@@ -37,8 +37,8 @@ COLUMNS = (
 def doorbell(report: Report, gpu: Gpu, layers: int, seconds: float) -> None:
     """Measures small layers whose experts are all resident, then all left to the CPU."""
     report.header()
-    for (hidden, qtype), k in product(SHAPES, (1, 8)):
-        ffn = cases.Ffn(f"bench doorbell/{hidden}/{k}", hidden, 32, EXPERTS, k, qtype, qtype, qtype)
+    for hidden, k in product(HIDDEN, (1, 8)):
+        ffn = cases.Ffn(f"bench doorbell/{hidden}/{k}", hidden, 32, EXPERTS, k, "q8_0", "q8_0", "q8_0")
         (layer,) = layers_of(ffn, 1)
         hits = _row(gpu, layer, k, layers, seconds, slots=EXPERTS)
         report.add(hits | {"what": "resident"})

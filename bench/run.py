@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -55,6 +55,24 @@ def types_option(default: str) -> Callable[[_F], _F]:
         metavar="TYPE,...",
         help="Weight types.",
     )
+
+
+threads_option = click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Of the CPU.  [default: one less than it has, for one thread waits for the device]",
+)
+
+
+@contextmanager
+def cpu_threads(threads: int | None) -> Iterator[None]:
+    """Computes on so many, by default on one less than there are."""
+    before = moepool.get_threads()
+    moepool.set_threads(threads or max(1, before - 1))
+    try:
+        yield
+    finally:
+        moepool.set_threads(before)
 
 
 def tokens_option(default: str, most: int | None) -> Callable[[_F], _F]:
@@ -182,11 +200,7 @@ def stream(types: list[str], tokens: list[int], seconds: float, path: Path | Non
     metavar="S,...",
     help="Slots of each layer.",
 )
-@click.option(
-    "--threads",
-    type=click.IntRange(min=1),
-    help="Of the CPU.  [default: one less than it has, for one thread waits for the device]",
-)
+@threads_option
 @layers_option_of(4)
 @shape_option
 @seconds_option(1.0)
@@ -203,26 +217,24 @@ def hybrid(
 ) -> None:
     """Whole layers in a CUDA graph with few slots: misses over the link, by the CPU, or divided."""
     gpu = Gpu()
-    before = moepool.get_threads()
-    moepool.set_threads(threads or max(1, before - 1))
-    try:
+    with cpu_threads(threads):
         report = Report("hybrid", hybrid_layers.COLUMNS, machine(gpu.name))
         hybrid_layers.hybrid(report, gpu, types, tokens, slots, layers, shape, seconds)
         report.write(path)
-    finally:
-        moepool.set_threads(before)
 
 
 @main.command()
+@threads_option
 @layers_option
 @seconds_option(0.5)
 @json_option
-def doorbell(layers: int, seconds: float, path: Path | None) -> None:
+def doorbell(threads: int | None, layers: int, seconds: float, path: Path | None) -> None:
     """From a CUDA graph to the CPU and back."""
     gpu = Gpu()
-    report = Report("doorbell", doorbell_trips.COLUMNS, machine(gpu.name))
-    doorbell_trips.doorbell(report, gpu, layers, seconds)
-    report.write(path)
+    with cpu_threads(threads):
+        report = Report("doorbell", doorbell_trips.COLUMNS, machine(gpu.name))
+        doorbell_trips.doorbell(report, gpu, layers, seconds)
+        report.write(path)
 
 
 @main.command()

@@ -77,8 +77,10 @@ def random_trace(steps: int, layers: int, tokens: int, k: int, experts: int) -> 
 
 
 def skewed_trace(steps: int, layers: int, tokens: int, k: int, experts: int) -> I32:
-    """Distinct experts a token, the r-th most wanted one 1 / (r + 1) as often as the first (Zipf's law); which
-    is which is another matter in each layer."""
+    """Distinct experts a token, the r-th most wanted one 1 / (r + 1) as often as the first (Zipf's law).
+
+    Which is which is another matter in each layer.
+    """
     draws = 16 * k
     shares = (1 << 24) // np.arange(1, experts + 1)
     ends = np.cumsum(shares)
