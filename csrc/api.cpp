@@ -184,8 +184,14 @@ moepool_status moepool_cpu_select(const char *name) {
 const char *moepool_cpu_selected(void) { return moepool::kernels().name; }
 
 moepool_status moepool_set_threads(int32_t threads) {
-    return guarded([&] { moepool::set_threads(threads); });
+    return guarded([&] { moepool::set_threads(threads, nullptr, 0); });
 }
+
+moepool_status moepool_set_threads_on(int32_t threads, const int32_t *cpus, int32_t count) {
+    return guarded([&] { moepool::set_threads(threads, cpus, count); });
+}
+
+void moepool_set_interrupt(moepool_interrupt check, void *data) { moepool::set_interrupt(check, data); }
 
 int32_t moepool_get_threads(void) {
     int32_t threads = 1;  // of a process that may not start any

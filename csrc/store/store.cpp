@@ -129,6 +129,7 @@ void Store::pack(int layer_index, int matrix, int expert, int count, const uint8
     const Layer &l = layer(layer_index);
     const int64_t groups = m.row_groups();
     const int64_t row_bytes = m.type().row_bytes(m.columns);
+    const Interruptible scope;
     std::atomic<int64_t> bad{INT64_MAX};  // expert * rows + row, the smallest
     parallel_for(count * groups, [&](int64_t item) {
         const int64_t e = item / groups, first = item % groups * kPanelRows;

@@ -152,6 +152,7 @@ def emit_binding(header: Path, source: Path) -> None:
 
     ffi = FFI()
     ffi.cdef(cdef(header.read_text()))
+    ffi.cdef('extern "Python" int32_t run_signal_handlers(void *);')
     recompiler.make_c_source(ffi, "moepool._native._lib", '#include "moepool.h"', str(source))
 
 

@@ -101,8 +101,8 @@ def cpu_selected() -> str:
     return _text(lib.moepool_cpu_selected())
 
 
-def set_threads(threads: int) -> None:
-    check(lib.moepool_set_threads(threads))
+def set_threads(threads: int, cpus: Sequence[int] = ()) -> None:
+    check(lib.moepool_set_threads_on(threads, ffi.new("int32_t[]", list(cpus)), len(cpus)))
 
 
 def get_threads() -> int:
