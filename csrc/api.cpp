@@ -173,8 +173,13 @@ moepool_status moepool_cpu_kernel_at(int32_t index, const char **name, int32_t *
         given(name, "name");
         given(usable, "usable");
         *name = moepool::kernel_set(index).name;
-        *usable = moepool::kernel_set(index).usable();
+        *usable = !moepool::kernel_set(index).lacks();
     });
+}
+
+const char *moepool_cpu_kernel_lacks(int32_t index) {
+    if (index < 0 || index >= moepool::kernel_set_count()) return nullptr;
+    return moepool::kernel_set(index).lacks();
 }
 
 moepool_status moepool_cpu_select(const char *name) {

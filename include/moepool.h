@@ -92,6 +92,8 @@ MOEPOOL_API moepool_status moepool_type_at(int32_t index, moepool_type_info *inf
 MOEPOOL_API int32_t moepool_cpu_kernel_count(void);
 /* Name of the index-th set and whether this machine can run it. Static storage. */
 MOEPOOL_API moepool_status moepool_cpu_kernel_at(int32_t index, const char **name, int32_t *usable);
+/* Why this machine can not run the index-th set; NULL if it can, or if there is none. Static storage. */
+MOEPOOL_API const char *moepool_cpu_kernel_lacks(int32_t index);
 /* Picks a set by name for all later calls of the process; NULL picks the best usable one, which is the default. */
 MOEPOOL_API moepool_status moepool_cpu_select(const char *name);
 /* Name of the set in use. Static storage. */
