@@ -99,9 +99,9 @@ MOEPOOL_API moepool_status moepool_cpu_select(const char *name);
 /* Name of the set in use. Static storage. */
 MOEPOOL_API const char *moepool_cpu_selected(void);
 
-/* Threads that later calls use, the caller included. 0 restores the default: MOEPOOL_THREADS and MOEPOOL_AFFINITY of the
- * environment, else the CPUs this process may use, by affinity and cgroup limit. Calls under way finish on the threads
- * they began with. */
+/* Threads that later calls use, the caller included. 0 restores the default: MOEPOOL_THREADS and MOEPOOL_AFFINITY of
+ * the environment, else the CPUs this process may use, by affinity and cgroup limit. Calls under way finish on the
+ * threads they began with. */
 MOEPOOL_API moepool_status moepool_set_threads(int32_t threads);
 /* The same, and thread i keeps to CPU cpus[i % count]. The caller is thread 0 and is left where it is. threads = 0: as
  * many as there are CPUs in the list. count = 0: the system places threads. The CPUs must be among those that the

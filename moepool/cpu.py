@@ -13,6 +13,7 @@ from moepool.errors import ArgumentError
 __all__ = [
     "KernelChoice",
     "QuantType",
+    "cpu_kernel_problems",
     "cpu_kernels",
     "get_threads",
     "quant_types",
@@ -93,16 +94,15 @@ def set_threads(threads: int | None, *, affinity: Iterable[int] | None = None) -
     >>> moepool.set_threads(2)
     >>> moepool.get_threads()
     2
+    >>> import os
     >>> moepool.set_threads(None, affinity=os.sched_getaffinity(0))
     >>> moepool.set_threads(None)
     """
     number = None if threads is None else checks.integer("threads", threads)
     if number is not None and not 1 <= number < 2**31:
         raise ArgumentError(f"threads is {threads}; it must be at least 1, or None for the default")
-    if affinity is None:
-        return handles.set_threads(number or 0)
-    cpus = [checks.integer("affinity", cpu) for cpu in affinity]
-    if not cpus:
+    cpus = [checks.integer("affinity", cpu) for cpu in affinity or ()]
+    if affinity is not None and not cpus:
         raise ArgumentError("affinity is empty; name at least one CPU, or give None to let the system choose")
     if bad := [cpu for cpu in cpus if not 0 <= cpu < 2**31]:
         raise ArgumentError(f"affinity names CPU {bad[0]}; there is none of that number")
@@ -123,7 +123,8 @@ def cpu_kernels() -> dict[str, bool]:
     """The CPU kernel sets of this build, by name, in rising order of preference, and whether this machine can
     run each.
 
-    All of them compute the same bits; see :func:`use_cpu_kernel`.
+    All of them compute the same bits; see :func:`use_cpu_kernel`. "amx-emulated" is there for tests: "amx"
+    with its instructions written out in C++.
 
     Returns
     -------
@@ -135,6 +136,22 @@ def cpu_kernels() -> dict[str, bool]:
     True
     """
     return handles.cpu_kernels()
+
+
+def cpu_kernel_problems() -> dict[str, str]:
+    """Why this machine can not run the kernel sets that :func:`cpu_kernels` gives False for.
+
+    Returns
+    -------
+    dict of str to str
+        The reason by name. The system may refuse what the processor has, AMX for example.
+
+    Examples
+    --------
+    >>> list(moepool.cpu_kernel_problems()) == [n for n, usable in moepool.cpu_kernels().items() if not usable]
+    True
+    """
+    return handles.cpu_kernel_lacks()
 
 
 class KernelChoice:

@@ -12,11 +12,7 @@ namespace {
 const KernelSet *const sets[] = {
     &kPortableKernels,
 #if defined(__x86_64__)
-    &kEmulatedAmxKernels,
-    &kAvx2Kernels,
-    &kAvxVnniKernels,
-    &kAvx512Kernels,
-    &kAmxKernels,
+    &kEmulatedAmxKernels, &kAvx2Kernels, &kAvxVnniKernels, &kAvx512Kernels, &kAmxKernels,
 #endif
 };
 

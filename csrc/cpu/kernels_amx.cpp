@@ -133,7 +133,7 @@ void multiply_tiles(const PanelJob &job) {
     using F = L::F;
     constexpr Form kForm = Decode<T>::kForm;
     constexpr bool kSub = kForm == Form::kSubScale || kForm == Form::kAffineSub;
-    constexpr int kParts = kSub ? 2 : 1;            // sums a block
+    constexpr int kParts = kSub ? 2 : 1;              // sums a block
     constexpr int kColumns = kBlockColumns / kParts;  // of each
     constexpr int kSide = kPanelRows / L::kLanes;
     constexpr int kPanelWords = T::info.panel_words(kChunkColumns) * kPanelRows;
