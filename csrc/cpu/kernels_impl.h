@@ -50,7 +50,8 @@ struct Prefetch {
         if (!ahead)
             for (int word = 0; word < kFirst; word += kLineWords) __builtin_prefetch(panel + word);
     }
-    // Part 0 .. 7 of a step. The compiler keeps the order of loads before and after it.
+    // Part 0 .. 7 of a step. The compiler moves no load from one step to another, which would bunch them; within one
+    // it may, so that what several parts need is loaded and decoded once.
     MOEPOOL_INLINE void operator()(int step, int part) const {
         if (ahead) {
             const uint32_t *line = panel + 2 * kWords + step * kLines * kLineWords;
@@ -58,7 +59,7 @@ struct Prefetch {
             for (int i = kLines * part / 8; i < kLines * (part + 1) / 8; ++i)
                 __builtin_prefetch(line + i * kLineWords, 0, 2);
         }
-        asm volatile("" ::: "memory");
+        if (part == 0) asm volatile("" ::: "memory");
     }
 };
 
