@@ -188,8 +188,8 @@ thread_local Interrupt interrupt{};
     fail(MOEPOOL_ERROR_INTERRUPTED, "the call was interrupted: what it was to write is unspecified");
 }
 
-// Polls for a moment, longer than what lies between two layers mostly takes: waking sleepers costs a call a twentieth of
-// its time. False: it has not come.
+// Polls for a moment, longer than what lies between two layers mostly takes: waking sleepers costs a call a twentieth
+// of its time. False: it has not come.
 template <class Come>
 bool spin(Come come) {
     constexpr auto kMoment = std::chrono::microseconds(200);
