@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,14 +46,15 @@ def shape_of(ctx: click.Context, param: click.Parameter, value: str) -> Shape:
     return Shape(*sizes)
 
 
-def types_option(default: str) -> Callable[[_F], _F]:
+def types_option(default: str, choice: Sequence[str] = TYPES) -> Callable[[_F], _F]:
+    convert = list_of(click.Choice(choice))
     return click.option(
         "--types",
-        callback=list_of(click.Choice(TYPES)),
+        callback=lambda ctx, param, value: convert(ctx, param, ",".join(choice) if value == "all" else value),
         default=default,
         show_default=True,
         metavar="TYPE,...",
-        help="Weight types.",
+        help="Weight types, or all.",
     )
 
 
@@ -122,6 +123,7 @@ json_option = click.option(
     help="Also write everything to this file.",
 )
 
+USABLE = [name for name, usable in moepool.cpu_kernels().items() if usable]
 BENCH_TYPES = ",".join(cases.BENCH_TYPES)
 
 
@@ -238,18 +240,32 @@ def doorbell(threads: int | None, layers: int, seconds: float, path: Path | None
 
 
 @main.command()
-@types_option("q4_k,q6_k,q8_0")
+@types_option("q4_k,q6_k,q8_0", tuple(cases.LAYOUTS))
 @tokens_option("1,8,64", None)
+@click.option(
+    "--kernels",
+    callback=list_of(click.Choice(USABLE)),
+    default=USABLE[-1],
+    show_default=True,
+    metavar="SET,...",
+    help="CPU kernel sets, by turns.",
+)
 @layers_option
 @shape_option
 @seconds_option(2.0)
 @json_option
 def cpu(
-    types: list[str], tokens: list[int], layers: int, shape: Shape, seconds: float, path: Path | None
+    types: list[str],
+    tokens: list[int],
+    kernels: list[str],
+    layers: int,
+    shape: Shape,
+    seconds: float,
+    path: Path | None,
 ) -> None:
     """Whole layers on the CPU, on all threads."""
     report = Report("cpu", cpu_layers.COLUMNS, machine())
-    cpu_layers.cpu(report, types, tokens, layers, shape, seconds)
+    cpu_layers.cpu(report, types, tokens, kernels, layers, shape, seconds)
     report.write(path)
 
 

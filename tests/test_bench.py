@@ -16,6 +16,7 @@ import moepool
 from bench import cpu, measure, peer, workload
 from bench.run import main
 from tests.programs import run as run_program
+from tests.support import usable_kernels
 
 RUN = Path(__file__).parents[1] / "bench" / "run.py"
 SMALL = ["--shape", "256,256,8,2", "--layers", "2", "--seconds", "0"]
@@ -38,7 +39,8 @@ def test_it_starts_as_a_program_from_anywhere(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["cpu", "--types", "q4_k,q9"], "'q9' is not one of"),
-        (["cpu", "--types", "f32"], "'f32' is not one of"),
+        (["decode", "--types", "f32"], "'f32' is not one of"),
+        (["cpu", "--kernels", "sse"], "'sse' is not one of"),
         (["cpu", "--tokens", "1,0"], "0 is not in the range"),
         (["cpu", "--tokens", "one"], "'one' is not a valid integer"),
         (["peer", "--threads", "0"], "0 is not in the range"),
@@ -70,6 +72,13 @@ def test_a_small_measurement_on_the_cpu(tmp_path: Path, monkeypatch: pytest.Monk
         assert 1.5 <= row["megabytes"] * 1e6 / record <= row["tokens"] * 2 + 0.5
         assert row["low_us"] <= row["us"] <= row["high_us"] and row["samples"] >= 4
         assert row["rate"] == pytest.approx(row["megabytes"] / row["us"] * 1e3)
+
+
+def test_kernel_sets_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "READ_BYTES", 1 << 20)
+    kernels = ["portable", usable_kernels()[-1]]
+    printed = run("cpu", "--types", "f16", "--tokens", "2", "--kernels", ",".join(kernels), *SMALL).stdout
+    assert [line.split()[:3] for line in printed.splitlines()[-2:]] == [["f16", "2", k] for k in kernels]
 
 
 def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
