@@ -43,10 +43,10 @@ struct BellState {
     uint32_t link_ns;       // of a record over the link
     doorbell::Pace pace[doorbell::kLoads];
     division::Course course;
-    // The last step: records, and when the books began, the hot part was done, the answer was there, all was done.
+    // The last step: records, and when the books began, the CPU was asked, the hot part was done, the answer was there,
+    // all was done. 0: not yet.
     int32_t streamed, hosted, wanted, load;
-    unsigned long long begun, ready, seen, ended;
-    uint32_t waited;  // the answer was not there when it was first asked for
+    unsigned long long begun, posted, ready, answered, ended;
 };
 
 // What the kernels of a step get. state is NULL if the pool has no doorbell.

@@ -62,12 +62,12 @@ __device__ __forceinline__ Outlook begin_books(const Step &step) {
     const bool all_host = step.tokens > 1 ? next_all_host : last(state.all_host);
     const division::Rates rates = rates_of(state, last(state.load));
     const auto begun = static_cast<int64_t>(last(state.begun)), ended = static_cast<int64_t>(last(state.ended));
-    const auto ready = static_cast<int64_t>(last(state.ready)), seen = static_cast<int64_t>(last(state.seen));
+    const auto ready = static_cast<int64_t>(last(state.ready)), answered = static_cast<int64_t>(last(state.answered));
     const int wanted = last(state.wanted), streamed = last(state.streamed), hosted = last(state.hosted);
     int bias = last(state.bias);
     if (wanted > 0 && ended > begun) {
-        if (streamed > 0 && hosted > 0 && ready && seen)
-            state.bias = bias = division::next_bias(rates, bias, ready, seen, last(state.waited));
+        if (streamed > 0 && hosted > 0 && ready && answered)
+            state.bias = bias = division::next_bias(rates, bias, ready, answered);
         const int64_t alone = division::finished(rates, wanted, wanted) * 16 / wanted;
         division::Course course{last(state.course.phase),    last(state.course.left),   last(state.course.losses),
                                 last(state.course.slots_ns), last(state.course.cpu_ns), last(state.course.step_backs)};
@@ -76,8 +76,7 @@ __device__ __forceinline__ Outlook begin_books(const Step &step) {
         state.course = course;
     }
     state.begun = device_ns();
-    state.ready = state.seen = state.ended = 0;
-    state.waited = 0;
+    state.ready = state.answered = state.ended = 0;
     return {all_host, bias};
 }
 
@@ -89,16 +88,14 @@ __device__ __forceinline__ void note_step(const Bell &bell, int streamed, int ho
     bell.state->load = doorbell::load_class((places + wanted - 1) / max(wanted, 1));
 }
 
-// How many of the missing experts the CPU computes: the last of them, in the order in which they are admitted.
-// in: one of them is to come into a slot even if the CPU alone would be quicker.
+// How many of the missing experts the CPU computes.
 __device__ __forceinline__ int records_for_host(const Step &step, const Outlook &outlook, int missing, int wanted,
-                                                int places, bool in) {
+                                                int places) {
     const Bell &bell = step.bell;
     if (!bell.state || missing == 0) return 0;
     if (!bell.divides || outlook.all_host) return missing;
     const int load = doorbell::load_class((places + wanted - 1) / max(wanted, 1));
-    const int share = division::share(rates_of(*bell.state, load), missing, outlook.bias);
-    return in ? min(share, missing - 1) : share;
+    return division::share(rates_of(*bell.state, load), missing, outlook.bias);
 }
 
 // For the lesson of the next step. By one thread of each block, when it has done its hot part, and at its end.
@@ -210,6 +207,7 @@ __device__ __forceinline__ void post(const Step &step, int64_t columns, bool qua
         if (ring) {
             *reinterpret_cast<int4 *>(bell.request) = {bell.buffer, step.tokens, step.k, step.x_per_row};
             store_to_host(&bell.request->epoch, epoch);
+            if (bell.divides) state.posted = device_ns();
         }
     }
 }
@@ -229,11 +227,10 @@ __device__ __forceinline__ void poll_answer(const Bell &bell) {
     BellState &state = *bell.state;
     const uint32_t epoch = __ldcg(&state.epoch);
     const int load = __ldcg(&state.load);
-    bool lost = __ldcg(&state.poisoned), waited = false;
+    bool lost = __ldcg(&state.poisoned);
     if (!lost) {
         const unsigned long long begun = device_ns();
         while (load_from_host(&bell.answer->epoch) != epoch) {
-            waited = true;
             if (device_ns() - begun < bell.timeout_ns) continue;
             lost = true;
             state.poisoned = 1;
@@ -243,12 +240,12 @@ __device__ __forceinline__ void poll_answer(const Bell &bell) {
         }
     }
     store_released(&state.arrived, epoch);
-    if (!bell.divides) return;
-    state.seen = device_ns();
-    state.waited = waited;
-    if (lost) return;
+    if (!bell.divides || lost) return;
+    // A look over a link that is full of records takes as long as these do, so the CPU says when it was done.
     const uint2 pace = __ldcv(reinterpret_cast<const uint2 *>(bell.answer->pace + load));
+    const uint32_t took = __ldcv(&bell.answer->took_ns);
     state.pace[load] = {pace.x, pace.y};
+    state.answered = __ldcg(&state.posted) + division::kRoundTripNs + took;
 }
 
 // Waits until the answer is there. By one thread of a block; a barrier of the block has to follow. False: it is lost.

@@ -12,7 +12,7 @@ namespace division {
 
 constexpr int64_t kRoundTripNs = 5000;  // of a request and its answer, besides what the CPU is at work
 constexpr int kMostBias = 8;            // quarter records
-constexpr int kTrial = 8;               // every so many steps a record comes in though the CPU is quicker
+constexpr int kTrial = 8;               // every so many steps a record may come in though the CPU computes all
 
 // What a record takes, over the link and by the CPU.
 struct Rates {
@@ -50,11 +50,17 @@ MOEPOOL_HD inline int share(const Rates &r, int missing, int bias) {
 
 // One step's lesson: the device was ready at one time and the answer there at another. One record more on a side moves
 // the difference by link + cpu; what is within that is as good as it gets.
-MOEPOOL_HD inline int next_bias(const Rates &r, int bias, int64_t ready, int64_t seen, bool waited) {
+MOEPOOL_HD inline int next_bias(const Rates &r, int bias, int64_t ready, int64_t answered) {
     const int64_t within = (r.link_ns + r.cpu.record_ns) * 5 / 8;
-    if (waited && seen - ready > within) return bias > -kMostBias ? bias - 1 : bias;
-    if (ready - seen > within) return bias < kMostBias ? bias + 1 : bias;
+    if (answered - ready > within) return bias > -kMostBias ? bias - 1 : bias;
+    if (ready - answered > within) return bias < kMostBias ? bias + 1 : bias;
     return bias;
+}
+
+// How many records a step may bring in besides what the policy and `admit` say. One that crosses the link anyway costs
+// nothing more; one that the CPU computes is copied beside, which is worth it now and then, or into an empty slot.
+MOEPOOL_HD inline int most_admitted(int streamed, bool empty, int64_t tick) {
+    return streamed > 0 ? streamed : empty || tick % kTrial == 0;
 }
 
 // ------------------------------------------------------------------------------------------------------- never slower

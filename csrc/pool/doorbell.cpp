@@ -306,6 +306,8 @@ void Channel::answer_now(uint32_t epoch) {
     }
     const double took = std::chrono::duration<double, std::nano>(Clock::now() - begun).count();
 
+    answer_->took_ns = static_cast<uint32_t>(std::min(took, 4e9));
+
     // How many records, each multiplied with how many rows.
     int64_t records = 0, rows = 0;
     for (int64_t p = 0; p < places; ++p) {

@@ -61,6 +61,7 @@ struct alignas(8) Pace {  // a device reads it at once
 
 struct alignas(64) Answer {
     uint32_t epoch;
+    uint32_t took_ns;  // at work
     Pace pace[kLoads];
 };
 

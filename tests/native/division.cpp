@@ -54,8 +54,7 @@ void corrections_settle() {
             if (c == 0 || c == missing) continue;
             const int64_t ready = (missing - c) * truth.link_ns + below(2000);
             const int64_t there = kRoundTripNs + truth.cpu.base_ns + c * int64_t{truth.cpu.record_ns} + below(2000);
-            const int64_t first_look = 3000;
-            const int next = next_bias(known, bias, ready, std::max(there, first_look), there > first_look);
+            const int next = next_bias(known, bias, ready, there);
             CHECK(next >= -kMostBias && next <= kMostBias && std::abs(next - bias) <= 1);
             bias = next;
             if (step >= 200) {
