@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
+from dataclasses import dataclass
 from itertools import cycle
+from pathlib import Path
 
 import click
 import numpy as np
@@ -20,6 +23,9 @@ STEPS = 16
 BLOCK_SECONDS = 0.1  # of one side, then it is the other's turn
 REST_SECONDS = 0.02  # in which the threads of the other side stop spinning
 LEAST_ROUNDS = 5
+DISTURBED = (
+    0.1  # CPUs that others use. Threads of ggml spin while they wait for one that somebody interrupted.
+)
 
 # Both quantise activations to 8 bits, in blocks of other sizes, whose errors the three products double or so.
 # One place of eight that is lost is 0.3.
@@ -37,6 +43,7 @@ COLUMNS = (
     Column("megabytes", "MB", ".1f"),
     Column("rate", "GB/s", ".1f"),
     Column("ratio", "ratio", ".2f", 7),
+    Column("others", "others", ".2f"),
     Column("differs", "differs", ".2%"),
 )
 
@@ -51,6 +58,7 @@ def peer(
     layers: int,
     shape: Shape,
     seconds: float,
+    patience: float,
 ) -> None:
     """Measures each type with each number of tokens, the layers in turn, on moepool's number of threads."""
     threads = moepool.get_threads()
@@ -76,7 +84,7 @@ def peer(
                 theirs[name] = stack.enter_context(closing(weights))
             for count in tokens:
                 trace = random_trace(STEPS, layers, count, shape.k, shape.experts)
-                measured = measure(pools, theirs, trace, ffn.x(count), ffn.router(count), seconds)
+                measured = measure(pools, theirs, trace, ffn.x(count), ffn.router(count), seconds, patience)
                 megabytes = distinct(trace) * pools[0].layer.record_bytes / 1e6
                 rate = gigabytes_a_second(megabytes * 1e6, measured["us"])
                 report.add(
@@ -98,6 +106,7 @@ def measure(
     x: F32,
     router: F32,
     seconds: float,
+    patience: float,
 ) -> Row:
     """Checks one step of everybody, then times them: what a row says of it, times as microseconds a layer."""
     layers = len(pools)
@@ -120,19 +129,16 @@ def measure(
             sides[name] = _timed(step)
             sides[name](trace[0])
             differs = max(differs, difference(step.result(0), right, f"ggml, weights in {name}"))
-        rounds = by_turns(sides, trace, seconds)
-    medians = {name: [float(np.median(block)) for block in blocks] for name, blocks in rounds.items()}
-    whole = {
-        name: Timing.of([us for block in blocks for us in block]).over(layers)
-        for name, blocks in rounds.items()
-    }
-    plain, *others = (whole[name].median for name in theirs)
+        rounds = by_turns(sides, trace, seconds, patience)
+    whole = {name: Timing.of([us for r in rounds for us in r.blocks[name]]).over(layers) for name in sides}
+    plain, *repacked = (whole[name].median for name in theirs)
     quickest = min(theirs, key=lambda name: whole[name].median)
-    times = Timing.of([g / m for g, m in zip(medians[quickest], medians["moepool"], strict=True)])
+    times = Timing.of([float(np.median(r.blocks[quickest]) / np.median(r.blocks["moepool"])) for r in rounds])
     row: Row = dict(whole["moepool"].row())
     row |= {"plain_us": plain, "quickest": quickest, "differs": differs, "rounds": times.samples}
+    row["others"] = float(np.mean([r.others for r in rounds]))
     row |= {"times": times.median, "times_spread": f"{times.low:.2f}-{times.high:.2f}"}
-    return row | ({"repacked_us": min(others)} if others else {})
+    return row | ({"repacked_us": min(repacked)} if repacked else {})
 
 
 def _timed(step: Step) -> OneStep:
@@ -151,23 +157,63 @@ def difference(actual: F32, right: F32, what: str) -> float:
     return difference
 
 
-def by_turns(sides: Mapping[str, OneStep], trace: I32, seconds: float) -> dict[str, list[list[float]]]:
+@dataclass(frozen=True)
+class Round:
+    """Microseconds of the steps that each took in turn, and the CPUs that other processes used meanwhile."""
+
+    blocks: dict[str, list[float]]
+    others: float
+
+
+def by_turns(sides: Mapping[str, OneStep], trace: I32, seconds: float, patience: float) -> list[Round]:
     """Times of steps, in blocks: everybody's block of a round, again and again, all over the same steps.
 
-    What disturbs the machine for longer than a block disturbs everybody. The first step of a block, for which
-    threads have to wake up, does not count.
+    While others disturb the machine it goes on, for up to `patience` seconds more, until enough rounds were
+    undisturbed. Then these alone count. The first step of a block, in which threads wake up, never does.
     """
-    steps = {
-        name: int(np.clip(BLOCK_SECONDS * 1e6 / min(step(trace[0]), step(trace[1])), 1, 2 * len(trace)))
-        for name, step in sides.items()
-    }
-    rounds: dict[str, list[list[float]]] = {name: [] for name in sides}
-    end = time.perf_counter() + seconds
+    steps = dict.fromkeys(sides, 1)
+    rounds: list[Round] = []
+    quiet: list[Round] = []
+    begun = time.perf_counter()
+    others = Others()
     for first in cycle(range(len(trace))):
+        blocks: dict[str, list[float]] = {}
         for name, step in sides.items():
             time.sleep(REST_SECONDS)
             step(trace[first - 1])
-            rounds[name].append([step(trace[(first + i) % len(trace)]) for i in range(steps[name])])
-        if len(rounds["moepool"]) >= LEAST_ROUNDS and time.perf_counter() >= end:
+            blocks[name] = [step(trace[(first + i) % len(trace)]) for i in range(steps[name])]
+            steps[name] = int(np.clip(BLOCK_SECONDS * 1e6 / np.median(blocks[name]), 1, 2 * len(trace)))
+        rounds.append(Round(blocks, others.used()))
+        quiet = [r for r in rounds if r.others < DISTURBED]
+        past = time.perf_counter() - begun
+        if past >= seconds and len(quiet) >= LEAST_ROUNDS:
+            return quiet
+        if past >= seconds + patience and len(rounds) >= LEAST_ROUNDS:
             break
+        if rounds[-1].others >= DISTURBED:
+            time.sleep(min(1, patience))
+            others.used()
     return rounds
+
+
+class Others:
+    """How much other processes use the machine."""
+
+    def __init__(self) -> None:
+        self._last = self._read()
+
+    @staticmethod
+    def _read() -> tuple[float, float]:
+        """The clock, and the seconds that all CPUs of the machine were busy but not with this process."""
+        try:
+            fields = Path("/proc/stat").read_text().split(maxsplit=9)
+        except OSError:
+            return time.perf_counter(), 0
+        user, nice, system, _, _, irq, softirq, steal = map(int, fields[1:9])
+        busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
+        return time.perf_counter(), busy - time.process_time()
+
+    def used(self) -> float:
+        """CPUs, on average since the last call."""
+        before, self._last = self._last, self._read()
+        return max(0.0, (self._last[1] - before[1]) / (self._last[0] - before[0]))
