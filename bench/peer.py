@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import cycle
-from pathlib import Path
 
 import click
 import numpy as np
@@ -23,9 +21,8 @@ STEPS = 16
 BLOCK_SECONDS = 0.1  # of one side, then it is the other's turn
 REST_SECONDS = 0.02  # in which the threads of the other side stop spinning
 LEAST_ROUNDS = 5
-DISTURBED = (
-    0.1  # CPUs that others use. Threads of ggml spin while they wait for one that somebody interrupted.
-)
+# Of the CPU time of all threads. One that is interrupted holds up the others of ggml, which spin meanwhile.
+UNDISTURBED = 0.95
 
 # Both quantise activations to 8 bits, in blocks of other sizes, whose errors the three products double or so.
 # One place of eight that is lost is 0.3.
@@ -43,7 +40,7 @@ COLUMNS = (
     Column("megabytes", "MB", ".1f"),
     Column("rate", "GB/s", ".1f"),
     Column("ratio", "ratio", ".2f", 7),
-    Column("others", "others", ".2f"),
+    Column("had", "CPU", ".0%", 7),
     Column("differs", "differs", ".2%"),
 )
 
@@ -66,7 +63,7 @@ def peer(
     report.content["ggml"] = {"version": ggml.version, "features": ggml.features()}
     click.echo(f"ggml {ggml.version}: {ggml.features()}")
     size = min(READ_BYTES, moepool.memory("cpu").free // 4)
-    ceiling = read_rate(threads, size)
+    ceiling = steady_read_rate(threads, size, patience)
     how = f"numpy.max of {size / 2**30:.1f} GiB on {threads} threads, each its own array, the best of 8"
     report.ceiling("host memory", ceiling, how)
     report.header()
@@ -136,7 +133,7 @@ def measure(
     times = Timing.of([float(np.median(r.blocks[quickest]) / np.median(r.blocks["moepool"])) for r in rounds])
     row: Row = dict(whole["moepool"].row())
     row |= {"plain_us": plain, "quickest": quickest, "differs": differs, "rounds": times.samples}
-    row["others"] = float(np.mean([r.others for r in rounds]))
+    row["had"] = float(np.mean([r.had for r in rounds]))
     row |= {"times": times.median, "times_spread": f"{times.low:.2f}-{times.high:.2f}"}
     return row | ({"repacked_us": min(repacked)} if repacked else {})
 
@@ -159,10 +156,10 @@ def difference(actual: F32, right: F32, what: str) -> float:
 
 @dataclass(frozen=True)
 class Round:
-    """Microseconds of the steps that each took in turn, and the CPUs that other processes used meanwhile."""
+    """Microseconds of the steps that each took in turn, and the share of all threads' time that they ran."""
 
     blocks: dict[str, list[float]]
-    others: float
+    had: float
 
 
 def by_turns(sides: Mapping[str, OneStep], trace: I32, seconds: float, patience: float) -> list[Round]:
@@ -175,45 +172,35 @@ def by_turns(sides: Mapping[str, OneStep], trace: I32, seconds: float, patience:
     rounds: list[Round] = []
     quiet: list[Round] = []
     begun = time.perf_counter()
-    others = Others()
     for first in cycle(range(len(trace))):
         blocks: dict[str, list[float]] = {}
+        wanted = had = 0.0
         for name, step in sides.items():
             time.sleep(REST_SECONDS)
             step(trace[first - 1])
+            start, ours = time.perf_counter(), time.process_time()
             blocks[name] = [step(trace[(first + i) % len(trace)]) for i in range(steps[name])]
+            had += time.process_time() - ours
+            wanted += (time.perf_counter() - start) * moepool.get_threads()
             steps[name] = int(np.clip(BLOCK_SECONDS * 1e6 / np.median(blocks[name]), 1, 2 * len(trace)))
-        rounds.append(Round(blocks, others.used()))
-        quiet = [r for r in rounds if r.others < DISTURBED]
+        rounds.append(Round(blocks, had / wanted))
+        quiet = [r for r in rounds if r.had > UNDISTURBED]
         past = time.perf_counter() - begun
         if past >= seconds and len(quiet) >= LEAST_ROUNDS:
             return quiet
         if past >= seconds + patience and len(rounds) >= LEAST_ROUNDS:
             break
-        if rounds[-1].others >= DISTURBED:
+        if rounds[-1].had <= UNDISTURBED:
             time.sleep(min(1, patience))
-            others.used()
     return rounds
 
 
-class Others:
-    """How much other processes use the machine."""
-
-    def __init__(self) -> None:
-        self._last = self._read()
-
-    @staticmethod
-    def _read() -> tuple[float, float]:
-        """The clock, and the seconds that all CPUs of the machine were busy but not with this process."""
-        try:
-            fields = Path("/proc/stat").read_text().split(maxsplit=9)
-        except OSError:
-            return time.perf_counter(), 0
-        user, nice, system, _, _, irq, softirq, steal = map(int, fields[1:9])
-        busy = (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
-        return time.perf_counter(), busy - time.process_time()
-
-    def used(self) -> float:
-        """CPUs, on average since the last call."""
-        before, self._last = self._last, self._read()
-        return max(0.0, (self._last[1] - before[1]) / (self._last[0] - before[0]))
+def steady_read_rate(threads: int, size: int, patience: float) -> float:
+    """The rate at which memory is read: measured until the best was seen twice, or time is up."""
+    best = 0.0
+    end = time.perf_counter() + patience
+    while True:
+        rate = read_rate(threads, size)
+        if 0.95 * best < rate < 1.05 * best or time.perf_counter() >= end:
+            return max(best, rate)
+        best = max(best, rate)

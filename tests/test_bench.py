@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from importlib.util import find_spec
@@ -127,35 +126,44 @@ def test_another_result_than_ggmls_is_not_timed() -> None:
             peer.difference(wrong, right, "ggml, weights in CPU")
 
 
-def turns_of(
-    monkeypatch: pytest.MonkeyPatch, us: dict[str, float], others: list[float], patience: float
-) -> tuple[list[peer.Round], list[tuple[str, int]]]:
-    """Rounds of sides whose steps take so many microseconds, and the steps they took; seconds are sleeps."""
-    clock = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
-    monkeypatch.setattr(time, "sleep", lambda seconds: clock.append(clock.pop() + seconds))
-    used = iter(others)
-    monkeypatch.setattr(peer.Others, "used", lambda self: next(used))
+class Clocks:
+    """Two threads that compute for as long as a step takes, of which they have a share of the CPUs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.cpu = 0.0
+        monkeypatch.setattr(moepool, "get_threads", lambda: 2)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(time, "process_time", lambda: self.cpu)
+        monkeypatch.setattr(time, "sleep", self.sleep)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+    def compute(self, seconds: float, share: float = 1) -> None:
+        self.now += seconds
+        self.cpu += 2 * seconds * share
+
+
+def test_everybody_takes_the_same_steps_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks(monkeypatch)
     trace = workload.random_trace(6, 2, 1, 2, 8)
     number = {ids.tobytes(): i for i, ids in enumerate(trace)}
     taken: list[tuple[str, int]] = []
 
-    def side(name: str) -> peer.OneStep:
+    def side(name: str, us: float) -> peer.OneStep:
         def step(ids: workload.I32) -> float:
             taken.append((name, number[ids.tobytes()]))
-            return us[name]
+            clocks.compute(us / 1e6)
+            return us
 
         return step
 
-    return peer.by_turns({name: side(name) for name in us}, trace, 0, patience), taken
-
-
-def test_everybody_takes_the_same_steps_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     block = peer.BLOCK_SECONDS * 1e6
-    us = {"quick": block / 3, "slow": 2 * block}
-    rounds, taken = turns_of(monkeypatch, us, [0.01] * 5, 0)
-    assert rounds[0].blocks == {"quick": [us["quick"]], "slow": [us["slow"]]}
-    assert [r.blocks for r in rounds[1:]] == [{"quick": [us["quick"]] * 3, "slow": [us["slow"]]}] * 4
+    quick, slow = block / 3, 2 * block
+    rounds = peer.by_turns({"quick": side("quick", quick), "slow": side("slow", slow)}, trace, 0, 0)
+    assert [r.had for r in rounds] == [pytest.approx(1)] * 5
+    assert rounds[0].blocks == {"quick": [quick], "slow": [slow]}
+    assert [r.blocks for r in rounds[1:]] == [{"quick": [quick] * 3, "slow": [slow]}] * 4
     assert taken[:4] == [
         ("quick", 5),
         ("quick", 0),
@@ -166,28 +174,34 @@ def test_everybody_takes_the_same_steps_by_turns(monkeypatch: pytest.MonkeyPatch
     assert taken[8:10] == [("slow", 0), ("slow", 1)]
 
 
-def test_disturbed_rounds_are_waited_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    us = {"one": 1e6}
-    others = [0.0, 0.5, 0.9, 0.0, 0.7, 0.9, 0.0, 0.0, 0.0]  # after a disturbed round it waits, and asks again
-    rounds, _ = turns_of(monkeypatch, us, others, 100)
-    assert [r.others for r in rounds] == [0.0] * 5
-    rounds, _ = turns_of(monkeypatch, us, [0.5, 0.9] * 100, 100)  # if they never end, all count
-    assert 90 <= len(rounds) <= 100 and {r.others for r in rounds} == {0.5}
-    rounds, _ = turns_of(monkeypatch, us, [0.5, 0.9] * 5, 0)
-    assert len(rounds) == peer.LEAST_ROUNDS
+@pytest.mark.parametrize(
+    ("shares", "patience", "count"),
+    [
+        ([1, 0.8, 0.98, 0.5, 1, 1, 1], 100, 5),  # the disturbed ones do not count
+        ([0.8] * 40, 100, 34),  # they never end: all do
+        ([0.8] * 5, 0, 5),
+    ],
+)
+def test_disturbed_rounds_are_waited_out(
+    monkeypatch: pytest.MonkeyPatch, shares: list[float], patience: float, count: int
+) -> None:
+    clocks = Clocks(monkeypatch)
+    left = iter(np.repeat(shares, 2).tolist())  # a step that does not count, and one that does
+
+    def step(ids: workload.I32) -> float:
+        clocks.compute(1, next(left))
+        return 1e6
+
+    rounds = peer.by_turns({"one": step}, workload.random_trace(6, 2, 1, 2, 8), 0, patience)
+    assert len(rounds) == count
+    assert {r.had > peer.UNDISTURBED for r in rounds} == {len(shares) == 7}
 
 
-def test_what_other_processes_use(monkeypatch: pytest.MonkeyPatch) -> None:
-    ticks = os.sysconf("SC_CLK_TCK")
-    text = f"cpu  {ticks} 0 {ticks} 900 0 0 0 0 0 0\ncpu0 1 1 1 1 1 1 1 1 1 1\n"
-    monkeypatch.setattr(Path, "read_text", lambda self: text)
-    monkeypatch.setattr(time, "perf_counter", lambda: 10.0)
-    monkeypatch.setattr(time, "process_time", lambda: 1.0)
-    others = peer.Others()
-    text = f"cpu  {2 * ticks} {ticks} {2 * ticks} 99999 8 {ticks} {ticks} {ticks} 0 0\n"  # 6 s busy
-    monkeypatch.setattr(time, "perf_counter", lambda: 14.0)
-    monkeypatch.setattr(time, "process_time", lambda: 5.0)
-    assert others.used() == pytest.approx(0.5)
+def test_reading_memory_is_measured_until_nobody_disturbs(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = iter([7.0, 9.0, 8.0, 9.1, 10.0])
+    monkeypatch.setattr(peer, "read_rate", lambda threads, size: next(rates))
+    assert peer.steady_read_rate(1, 1, 100) == 9.1
+    assert peer.steady_read_rate(1, 1, 0) == 10
 
 
 def test_medians_and_spreads() -> None:
