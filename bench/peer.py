@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from itertools import cycle
+from pathlib import Path
 
 import click
 import numpy as np
@@ -165,13 +167,15 @@ class Round:
 def by_turns(sides: Mapping[str, OneStep], trace: I32, seconds: float, patience: float) -> list[Round]:
     """Times of steps, in blocks: everybody's block of a round, again and again, all over the same steps.
 
-    While others disturb the machine it goes on, for up to `patience` seconds more, until enough rounds were
-    undisturbed. Then these alone count. The first step of a block, in which threads wake up, never does.
+    While others disturb the machine it waits and goes on, for up to `patience` seconds more, until enough
+    rounds were undisturbed. Then these alone count. The first step of a block, in which threads wake up, never
+    does.
     """
     steps = dict.fromkeys(sides, 1)
     rounds: list[Round] = []
     quiet: list[Round] = []
     begun = time.perf_counter()
+    wait_for_idle(patience)
     for first in cycle(range(len(trace))):
         blocks: dict[str, list[float]] = {}
         wanted = had = 0.0
@@ -191,8 +195,26 @@ def by_turns(sides: Mapping[str, OneStep], trace: I32, seconds: float, patience:
         if past >= seconds + patience and len(rounds) >= LEAST_ROUNDS:
             break
         if rounds[-1].had <= UNDISTURBED:
-            time.sleep(min(1, patience))
+            wait_for_idle(seconds + patience - past)
     return rounds
+
+
+def wait_for_idle(most: float) -> None:
+    """Waits until the machine had nothing to do for half a second, at most so many seconds."""
+    end = time.perf_counter() + most
+    before = idle_seconds()
+    while time.perf_counter() < end:
+        time.sleep(0.5)
+        now = idle_seconds()
+        if now - before > 0.45 * (os.cpu_count() or 1):
+            return
+        before = now
+
+
+def idle_seconds() -> float:
+    """Of all CPUs of the machine, since it was started."""
+    fields = Path("/proc/stat").read_text().split(maxsplit=6)
+    return (int(fields[4]) + int(fields[5])) / os.sysconf("SC_CLK_TCK")
 
 
 def steady_read_rate(threads: int, size: int, patience: float) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from importlib.util import find_spec
@@ -130,14 +131,18 @@ class Clocks:
     """Two threads that compute for as long as a step takes, of which they have a share of the CPUs."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.now = self.cpu = 0.0
+        self.now = self.cpu = self.idle = 0.0
+        self.others = 0
         monkeypatch.setattr(moepool, "get_threads", lambda: 2)
         monkeypatch.setattr(time, "perf_counter", lambda: self.now)
         monkeypatch.setattr(time, "process_time", lambda: self.cpu)
         monkeypatch.setattr(time, "sleep", self.sleep)
+        monkeypatch.setattr(os, "cpu_count", lambda: 2)
+        monkeypatch.setattr(peer, "idle_seconds", lambda: self.idle)
 
     def sleep(self, seconds: float) -> None:
         self.now += seconds
+        self.idle += (2 - self.others) * seconds
 
     def compute(self, seconds: float, share: float = 1) -> None:
         self.now += seconds
@@ -178,7 +183,7 @@ def test_everybody_takes_the_same_steps_by_turns(monkeypatch: pytest.MonkeyPatch
     ("shares", "patience", "count"),
     [
         ([1, 0.8, 0.98, 0.5, 1, 1, 1], 100, 5),  # the disturbed ones do not count
-        ([0.8] * 40, 100, 34),  # they never end: all do
+        ([0.8] * 50, 100, 40),  # they never end: all do
         ([0.8] * 5, 0, 5),
     ],
 )
@@ -195,6 +200,17 @@ def test_disturbed_rounds_are_waited_out(
     rounds = peer.by_turns({"one": step}, workload.random_trace(6, 2, 1, 2, 8), 0, patience)
     assert len(rounds) == count
     assert {r.had > peer.UNDISTURBED for r in rounds} == {len(shares) == 7}
+
+
+def test_an_idle_machine_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks(monkeypatch)
+    peer.wait_for_idle(100)
+    assert clocks.now == 0.5
+    clocks.others = 1
+    peer.wait_for_idle(100)
+    assert clocks.now == 100.5
+    peer.wait_for_idle(0)
+    assert clocks.now == 100.5
 
 
 def test_reading_memory_is_measured_until_nobody_disturbs(monkeypatch: pytest.MonkeyPatch) -> None:
