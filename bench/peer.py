@@ -16,7 +16,7 @@ import numpy as np
 import moepool
 from bench.cpu import READ_BYTES, read_rate
 from bench.ggml import Ggml, NotSupported, Step, Weights
-from bench.measure import Column, Report, Row, Timing, check_same, gigabytes_a_second, host_microseconds
+from bench.measure import Column, Report, Row, Timing, check_same, gigabytes_a_second
 from bench.workload import F32, I32, Shape, distinct, layers_of, portable, random_trace
 
 STEPS = 16
@@ -113,9 +113,7 @@ def measure(
     out = np.empty_like(x)
 
     def ours(ids: I32) -> float:
-        return host_microseconds(
-            lambda: [ffn(x, i, router, out=out) for ffn, i in zip(ffns, ids, strict=True)]
-        )
+        return microseconds(lambda: [ffn(x, i, router, out=out) for ffn, i in zip(ffns, ids, strict=True)])
 
     sides: dict[str, OneStep] = {"moepool": ours}
     right = portable(pools[0].layer, x, trace[0, 0], router)
@@ -140,10 +138,18 @@ def measure(
     return row | ({"repacked_us": min(repacked)} if repacked else {})
 
 
+def microseconds(call: Callable[[], object]) -> float:
+    """What a call takes by the clock; with one thread by its CPU time, which others disturb less."""
+    clock = time.process_time if moepool.get_threads() == 1 else time.perf_counter
+    start = clock()
+    call()
+    return (clock() - start) * 1e6
+
+
 def _timed(step: Step) -> OneStep:
     def one_step(ids: I32) -> float:
         step.set_ids(ids)
-        return host_microseconds(step.compute)
+        return microseconds(step.compute)
 
     return one_step
 
@@ -168,14 +174,16 @@ def by_turns(sides: Mapping[str, OneStep], trace: I32, seconds: float, patience:
     """Times of steps, in blocks: everybody's block of a round, again and again, all over the same steps.
 
     While others disturb the machine it waits and goes on, for up to `patience` seconds more, until enough
-    rounds were undisturbed. Then these alone count. The first step of a block, in which threads wake up, never
-    does.
+    rounds were undisturbed; then these alone count. CPU time, of one thread, always does. The first step of a
+    block, in which threads wake up, never does.
     """
+    least = UNDISTURBED if moepool.get_threads() > 1 else 0.0
     steps = dict.fromkeys(sides, 1)
     rounds: list[Round] = []
     quiet: list[Round] = []
     begun = time.perf_counter()
-    wait_for_idle(patience)
+    if least:
+        wait_for_idle(patience)
     for first in cycle(range(len(trace))):
         blocks: dict[str, list[float]] = {}
         wanted = had = 0.0
@@ -188,13 +196,13 @@ def by_turns(sides: Mapping[str, OneStep], trace: I32, seconds: float, patience:
             wanted += (time.perf_counter() - start) * moepool.get_threads()
             steps[name] = int(np.clip(BLOCK_SECONDS * 1e6 / np.median(blocks[name]), 1, 2 * len(trace)))
         rounds.append(Round(blocks, had / wanted))
-        quiet = [r for r in rounds if r.had > UNDISTURBED]
+        quiet = [r for r in rounds if r.had > least]
         past = time.perf_counter() - begun
         if past >= seconds and len(quiet) >= LEAST_ROUNDS:
             return quiet
         if past >= seconds + patience and len(rounds) >= LEAST_ROUNDS:
             break
-        if rounds[-1].had <= UNDISTURBED:
+        if rounds[-1].had <= least:
             wait_for_idle(seconds + patience - past)
     return rounds
 

@@ -202,6 +202,20 @@ def test_disturbed_rounds_are_waited_out(
     assert {r.had > peer.UNDISTURBED for r in rounds} == {len(shares) == 7}
 
 
+def test_one_thread_is_timed_by_its_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks(monkeypatch)
+    assert peer.microseconds(lambda: clocks.compute(1e-6, 0.25)) == pytest.approx(1)
+    monkeypatch.setattr(moepool, "get_threads", lambda: 1)
+    clocks.others = 2  # nobody waits for them
+
+    def step(ids: workload.I32) -> float:
+        return peer.microseconds(lambda: clocks.compute(1e-6, 0.25))
+
+    rounds = peer.by_turns({"one": step}, workload.random_trace(6, 2, 1, 2, 8), 0, 100)
+    assert len(rounds) == peer.LEAST_ROUNDS and clocks.now < 1
+    assert rounds[0].blocks == {"one": [pytest.approx(0.5)]}
+
+
 def test_an_idle_machine_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     clocks = Clocks(monkeypatch)
     peer.wait_for_idle(100)
