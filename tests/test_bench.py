@@ -230,8 +230,9 @@ def test_an_idle_machine_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_reading_memory_is_measured_until_nobody_disturbs(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = iter([7.0, 9.0, 8.0, 9.1, 10.0])
     monkeypatch.setattr(peer, "read_rate", lambda threads, size: next(rates))
-    assert peer.steady_read_rate(1, 1, 100) == 9.1
-    assert peer.steady_read_rate(1, 1, 0) == 10
+    assert peer.steady_read_rate(2, 1, 100) == 9.1
+    assert peer.steady_read_rate(2, 1, 0) == 10
+    assert 0.1 < peer.steady_read_rate(1, 1 << 24, 0) < 1000  # by CPU time, which read_rate does not tell
 
 
 def test_medians_and_spreads() -> None:
