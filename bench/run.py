@@ -207,7 +207,7 @@ def cpu(
 )
 @layers_option_of(4)
 @shape_option
-@seconds_option(4.0)
+@seconds_option(2.0)
 @json_option
 def peer(
     types: list[str],
