@@ -282,9 +282,16 @@ def cpu(
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Folder of libggml.so.  [default: that of the package llama-cpp-python]",
 )
+@click.option(
+    "--patience",
+    type=click.FloatRange(min=0),
+    default=10.0,
+    show_default=True,
+    help="How much longer to repeat each while others disturb the machine, in seconds.",
+)
 @layers_option_of(4)
 @shape_option
-@seconds_option(4.0)
+@seconds_option(2.0)
 @json_option
 def peer(
     types: list[str],
@@ -294,6 +301,7 @@ def peer(
     layers: int,
     shape: Shape,
     seconds: float,
+    patience: float,
     path: Path | None,
 ) -> None:
     """Whole layers on the CPU and the same in ggml, by turns."""
@@ -302,7 +310,7 @@ def peer(
         moepool.set_threads(threads)
         try:
             report = Report("peer", peer_layers.COLUMNS, machine())
-            peer_layers.peer(report, ggml, types, tokens, layers, shape, seconds)
+            peer_layers.peer(report, ggml, types, tokens, layers, shape, seconds, patience)
             report.write(path)
         finally:
             moepool.set_threads(before)
