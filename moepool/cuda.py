@@ -217,7 +217,7 @@ def get_pinned_limit() -> int | None:
     return _pinned_limit
 
 
-# ------------------------------------------------------------------------------------------------ the doorbell
+# ----------------------------------------------------------------------------------------------- the doorbell
 
 
 def set_doorbell(*, timeout: float = 1.0, host_nodes: bool | None = None) -> None:

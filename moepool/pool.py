@@ -149,11 +149,13 @@ class Pool:
         "cpu", "cuda" or "cuda:N".
     policy : str or Policy
         Which experts become resident: a :class:`Policy`, or the name of one with its defaults: "lru" evicts
-        the expert used longest ago, "static" holds the experts of `hot` and no others.
+        the expert used longest ago, "static" holds the experts of `hot` and no others. None is "lru", with
+        miss="auto" "lfu" with `guard` and a half life of 1024 steps.
     miss : {"stream", "host", "auto"}
         Who computes a wanted expert that is not resident: the device, the CPU, or both, divided by rates
-        that the pool measures while it runs, so that they finish together. With "auto" a step that the device
-        takes admits only what the device reads: its residency depends on that division, results never do.
+        that the pool measures while it runs, so that they finish together. With "auto" whom a step of the
+        device admits depends on that division, and so on time; :meth:`trace` records it, and results never
+        depend on it.
     hot : sequence of int, optional
         For "static" and "pinned": the experts that stay, hottest first, distinct, at most `slots`. For
         "static" None takes the first `slots` experts.
@@ -232,7 +234,7 @@ class Pool:
             )
         slots = count("slots", slots)
         if policy is None:  # what "auto" lets in has to be worth the link
-            policy = Policy("lfu", guard=True) if miss == "auto" else "lru"
+            policy = Policy("lfu", guard=True, half_life=1024) if miss == "auto" else "lru"
         policy = policy_of(policy)
         if hot is not None and policy.name not in ("static", "pinned"):
             raise ArgumentError(f"hot belongs to the policies 'static' and 'pinned', not to {policy.name!r}")

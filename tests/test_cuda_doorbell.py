@@ -127,7 +127,7 @@ def test_every_step_is_the_cpus(gate: str, down: str, cupy: Any) -> None:
 
 
 @pytest.mark.parametrize("miss", ["host", "auto"])
-def test_asked_by_nodes_of_the_graph(miss: str, cupy: Any) -> None:
+def test_asked_by_nodes_of_the_graph(miss: Any, cupy: Any) -> None:
     moepool.set_doorbell(timeout=20, host_nodes=True)
     steps = steps_of(SIZES[256][0])[:60]
     for slots in (0, 4):
@@ -166,7 +166,7 @@ def test_comparisons_with_the_cpu_alone(slots: int, cupy: Any) -> None:
 
 @pytest.mark.parametrize("miss", ["host", "auto"])
 @pytest.mark.parametrize(("tokens", "slots"), [(1, 3), (4, 6), (1, 0)])
-def test_replays_of_several_layers(tokens: int, slots: int, miss: str, cupy: Any) -> None:
+def test_replays_of_several_layers(tokens: int, slots: int, miss: Any, cupy: Any) -> None:
     """A graph of three layers, recorded before their pools ever ran, while everything is evicted."""
     steps, hidden, k = 1500, 256, 2
     draw = cases.Stream("doorbell replays", tokens, slots)
@@ -208,8 +208,44 @@ def test_replays_of_several_layers(tokens: int, slots: int, miss: str, cupy: Any
         pool.close()
 
 
+@pytest.mark.parametrize("policy", ["lru", None])
+@pytest.mark.parametrize("tokens", [1, 3])
+def test_what_auto_admits_is_traced(tokens: int, policy: Any, cupy: Any, layer: moepool.Layer) -> None:
+    """Chosen admissions take the recorded steps again, to the last hit."""
+    steps, k, slots = 600, 3, 6
+    draw = cases.Stream("traced", tokens)
+    ids = np.minimum(*(draw.below(EXPERTS, (2, steps, tokens, k)))).astype(np.int32)
+    x, router = SMALL.x(tokens), np.resize(SMALL.router(tokens), (tokens, k)).astype(np.float32)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with (
+        stream,
+        few_slots(),
+        moepool.Pool(layer, slots, device=DEVICE, miss="auto", policy=policy, admit=2) as pool,
+        moepool.Pool(layer, slots, policy=pool.policy) as law,
+    ):
+        given = [cupy.asarray(x), cupy.zeros((tokens, k), cupy.int32), cupy.asarray(router)]
+        out = cupy.empty((tokens, 256), cupy.float32)
+        graph = recorded(stream, partial(moepool.ExpertFFN(pool), *given, out=out))
+        table = cupy.asarray(ids)
+        with pool.trace() as trace:
+            for step in range(steps):
+                given[1][...] = table[step]
+                graph.launch(stream)
+            traced = trace.drain()
+        assert traced.ids.reshape(ids.shape).tolist() == ids.tolist()
+        ticks = traced.step.reshape(steps, tokens)[:, 0]
+        for step in range(steps):
+            rows = traced.admissions[traced.admissions[:, 0] == ticks[step]]
+            law.resolve(ids[step], admissions=[(int(row[2]), int(row[3])) for row in rows]).release()
+        for array, right in zip(pool.residents(), law.residents(), strict=True):
+            assert array.tolist() == right.tolist()
+        ours, theirs = pool.stats(), law.stats()
+        assert (ours.hits, ours.misses, ours.evictions) == (theirs.hits, theirs.misses, theirs.evictions)
+        assert ours.copied_bytes == len(traced.admissions) * layer.record_bytes > 0
+
+
 @pytest.mark.parametrize("miss", ["host", "auto"])
-def test_two_pools_on_two_streams(miss: str, cupy: Any) -> None:
+def test_two_pools_on_two_streams(miss: Any, cupy: Any) -> None:
     """Graphs of both are under way at once; both ask the same thread."""
     rounds, k = 400, 4
     ids = [(cases.Stream("two streams", i).below(EXPERTS, (rounds, 1, k))).astype(np.int32) for i in range(2)]
@@ -264,7 +300,7 @@ def misses(cupy: Any, tokens: int) -> tuple[list[Any], F32, I32, F32]:
     return [cupy.asarray(a) for a in arrays], *arrays
 
 
-def assert_lost(y: Any, right: F32, miss: str, what: str) -> None:
+def assert_lost(y: Any, right: F32, miss: Any, what: str) -> None:
     """All rows are NaN, or with "auto" those of tokens with a place that was left to the CPU."""
     nan = (get(y).view(np.uint32) == NAN).all(axis=1)
     assert nan.all() or (miss == "auto" and nan.any()), what
@@ -275,7 +311,7 @@ def assert_lost(y: Any, right: F32, miss: str, what: str) -> None:
 @pytest.mark.parametrize("tokens", [1, 5])
 @pytest.mark.parametrize("miss", ["host", "auto"])
 def test_a_cpu_that_does_not_answer(
-    miss: str, tokens: int, how: str, cupy: Any, layer: moepool.Layer
+    miss: Any, tokens: int, how: str, cupy: Any, layer: moepool.Layer
 ) -> None:
     stream = cupy.cuda.Stream(non_blocking=True)
     given, x, ids, router = misses(cupy, tokens)
