@@ -60,8 +60,8 @@ __device__ __forceinline__ void store_block(const Quantised &made, int lane, Act
     }
 }
 
-// Four neighbouring blocks by one warp, a lane four columns of a block: the lane's codes as a word, and the facts of its
-// block, of which `sum` and `other` are right in the first of its eight lanes.
+// Four neighbouring blocks by one warp, a lane four columns of a block: the lane's codes as a word, and the facts of
+// its block, of which `sum` and `other` are right in the first of its eight lanes.
 struct QuantisedFour {
     uint32_t codes;
     int sum, other;
@@ -91,24 +91,16 @@ __device__ __forceinline__ QuantisedFour quantise_four(const float (&value)[4]) 
     return made;
 }
 
-// Up to 8 neighbouring blocks by one warp: element(i) is column i of them.
-template <class Element>
-__device__ __forceinline__ void quantise_chunk(const Element &element, int blocks, int lane, ActivationBlock *target) {
-    for (int first = 0; first < blocks; first += 4) {
-        const int block = first + lane / 8, column = 32 * block + 4 * (lane % 8);
-        const bool inside = block < blocks;
-        float value[4];
-#pragma unroll
-        for (int i = 0; i < 4; ++i) value[i] = inside ? element(column + i) : 0.0f;
-        const QuantisedFour made = quantise_four(value);
-        if (!inside) continue;
-        reinterpret_cast<uint32_t *>(target[block].q)[lane % 8] = made.codes;
-        if (lane % 8 == 0) {
-            target[block].d = made.d;
-            target[block].e = made.e;
-            target[block].sum0 = made.sum;
-            target[block].sum1 = made.other;
-        }
+// The same, stored. inside: the lane's block is there.
+__device__ __forceinline__ void quantise_four(const float (&value)[4], bool inside, int lane, ActivationBlock *block) {
+    const QuantisedFour made = quantise_four(value);
+    if (!inside) return;
+    reinterpret_cast<uint32_t *>(block->q)[lane % 8] = made.codes;
+    if (lane % 8 == 0) {
+        block->d = made.d;
+        block->e = made.e;
+        block->sum0 = made.sum;
+        block->sum1 = made.other;
     }
 }
 

@@ -5,7 +5,8 @@
 //
 //   books     decide which (Division), write the request straight into mapped memory, ring; then keep the books
 //   hot part  gate/up and down of all other places, records of admitted experts copied beside
-//   answer    one thread polls the mapped line and tells the others through device memory. Of a single token, the blocks
+//   answer    one thread polls the mapped line and tells the others through device memory. Of a single token, the
+//   blocks
 //             of down read their pieces of the rows over the link; of more, some blocks bring the rows to Step::rows,
 //             where the combine finds every place's row
 //

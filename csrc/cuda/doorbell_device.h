@@ -131,11 +131,11 @@ __device__ __forceinline__ void store_piece(const QuantisedFour &made, int lane,
     const int sum = __shfl_sync(~0u, made.sum, from), other = __shfl_sync(~0u, made.other, from);
     const int kind = lane / 4;
     if (kind > 3 || piece * kPieceColumns + lane % 4 * kBlockColumns >= columns) return;
-    reinterpret_cast<uint32_t *>(chunk.d)[kind * kChunkBlocks + first + lane % 4] =
-        kind == 0   ? d
-        : kind == 1 ? e
-        : kind == 2 ? static_cast<uint32_t>(sum)
-                    : static_cast<uint32_t>(other);
+    reinterpret_cast<uint32_t *>(chunk.d)[kind * kChunkBlocks + first + lane % 4] = kind == 0   ? d
+                                                                                    : kind == 1 ? e
+                                                                                    : kind == 2
+                                                                                        ? static_cast<uint32_t>(sum)
+                                                                                        : static_cast<uint32_t>(other);
 }
 
 // Asks the CPU for the rows of the places that `wants` names (an expert, or -1). By all threads of the block that keeps

@@ -371,7 +371,8 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         __syncthreads();
         if (thread == 0) {
             *tables.commit_count = admitted;
-            publish(tables.resolved, 1u);
+            // Only who misses an expert, or has none of its own, waits, and takes the mark away.
+            if (misses > 0 || (outlook.all_host && hits > 0)) publish(tables.resolved, 1u);
         }
     }
     if (thread == 0) {

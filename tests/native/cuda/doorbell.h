@@ -8,9 +8,9 @@ namespace moepool {
 namespace cuda {
 
 struct BellState {
-    int share;                // of the missing experts, drawn beforehand
-    bool all_host;            // the same
-    std::vector<int> asked;   // by place: the expert, or -1
+    int share;               // of the missing experts, drawn beforehand
+    bool all_host;           // the same
+    std::vector<int> asked;  // by place: the expert, or -1
     int streamed, hosted, wanted;
 };
 struct Bell {
