@@ -371,11 +371,12 @@ def test_an_answer_is_not_lost_in_a_pause(cupy: Any, layer: moepool.Layer) -> No
 # ------------------------------------------------------------------------------------------------------- soak
 
 
-@pytest.mark.skipif("MOEPOOL_SOAK" not in os.environ, reason="takes minutes: set MOEPOOL_SOAK=1")
+@pytest.mark.skipif("MOEPOOL_SOAK" not in os.environ, reason="takes minutes: set MOEPOOL_SOAK=100000")
 @pytest.mark.timeout(3600)
 def test_soak(cupy: Any) -> None:
-    """100,000 layer calls from four threads, each with its own pools: no wrong byte, no deadlock, no leak."""
-    calls, threads, k = 25_000, 4, 3
+    """So many layer calls from four threads, each with its own pools: no wrong byte, no deadlock, no leak."""
+    threads, each, k = 4, 250, 3
+    calls = int(os.environ["MOEPOOL_SOAK"]) // threads
     made = [layer_of_types("q4_k", "q4_k"), layer_of_types("q8_0", "f32")]
     hidden = [SIZES[256][0], SIZES[32][0]]
     failed: list[BaseException] = []
@@ -385,29 +386,37 @@ def test_soak(cupy: Any) -> None:
             cupy.cuda.Device(0).use()
             draw = cases.Stream("soak", number)
             layer, columns = made[number % 2], hidden[number % 2]
+            down_rows = layer.matrices["down"].rows
             x = cases.activations("plain", 16, columns, "soak", number)
-            with cupy.cuda.Stream(non_blocking=True), few_slots():
-                rows = cupy.asarray(x)
-                done = 0
-                while done < calls:
+            with cupy.cuda.Stream(non_blocking=True) as stream, few_slots():
+                for number_of_round in range(calls // each):
                     miss: Any = ("host", "auto", "auto", "stream")[int(draw.below(4, 1)[0])]
                     slots = int(draw.below(EXPERTS + 1, 1)[0])
-                    with (
-                        moepool.Pool(layer, slots, device=DEVICE, miss=miss) as pool,
-                        moepool.Pool(layer, 0) as law,
-                    ):
-                        for _ in range(250):
-                            tokens = 1 + int(draw.below(3, 1)[0]) * int(draw.below(6, 1)[0])
-                            ids = (draw.below(EXPERTS + 1, (tokens, k)) - 1).astype(np.int32)
-                            router = (draw.below(1000, ids.shape) * 0.001).astype(np.float32)
-                            right = moepool.ExpertFFN(law)(x[:tokens], ids, router)
-                            y = moepool.ExpertFFN(pool)(
-                                rows[:tokens], cupy.asarray(ids), cupy.asarray(router)
-                            )
-                            assert_same(
-                                get(y), right, f"thread {number}, call {done}, {pool!r}, {ids.tolist()}"
-                            )
-                            done += 1
+                    tokens = 1 + int(draw.below(3, 1)[0]) * int(draw.below(6, 1)[0])
+                    ids = (draw.below(EXPERTS + 1, (each, tokens, k)) - 1).astype(np.int32)
+                    router = (draw.below(1000, ids.shape) * 0.001).astype(np.float32)
+                    rows = np.ascontiguousarray(np.broadcast_to(x[:tokens], (each, tokens, columns)))
+                    with moepool.Pool(layer, slots, device=DEVICE, miss=miss) as pool:
+                        ffn = moepool.ExpertFFN(pool)
+                        wanted, weights, given = (cupy.asarray(a) for a in (ids, router, rows[0]))
+                        y = cupy.empty((each, tokens, down_rows), cupy.float32)
+                        if number_of_round % 2:
+                            now = [cupy.zeros_like(a[0]) for a in (wanted, weights, y)]
+                            graph = recorded(stream, partial(ffn, given, now[0], now[1], out=now[2]))
+                            for call in range(each):
+                                now[0][...], now[1][...] = wanted[call], weights[call]
+                                graph.launch(stream)
+                                y[call] = now[2]
+                        else:
+                            for call in range(each):
+                                ffn(given, wanted[call], weights[call], out=y[call])
+                        results = get(y)
+                    with moepool.Pool(layer, 0) as law:
+                        right = moepool.ExpertFFN(law)(
+                            rows.reshape(-1, columns), ids.reshape(-1, k), router.reshape(-1, k)
+                        )
+                    what = f"thread {number}, round {number_of_round}, {slots} slots, {miss}, {tokens} tokens"
+                    assert_same(results.reshape(right.shape), right, what)
         except BaseException as error:
             failed.append(error)
 

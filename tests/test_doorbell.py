@@ -3,6 +3,7 @@ built with the thread and the address sanitizer."""
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -48,6 +49,12 @@ def test_channel(program: Path, case: str, request: pytest.FixtureRequest) -> No
     if case == "forks" and "thread" in request.node.name:
         pytest.skip("the thread sanitizer allows no threads in a forked child")
     assert run(program, case) == "ok\n"
+
+
+@pytest.mark.skipif("MOEPOOL_SOAK" not in os.environ, reason="takes minutes: set MOEPOOL_SOAK=100000")
+@pytest.mark.timeout(3600)
+def test_soak(program: Path) -> None:
+    assert run(program, "soak", int(os.environ["MOEPOOL_SOAK"])) == "ok\n"
 
 
 def test_every_case_is_run(program: Path) -> None:

@@ -343,6 +343,33 @@ void exit_while_open() {
     std::this_thread::sleep_for(milliseconds(10));
 }
 
+// Requests of all sizes from four threads, whose channels come and go, some while they are answered late.
+void soak(int requests) {
+    constexpr int kThreads = 4;
+    std::vector<std::thread> threads;
+    for (int t = 0; t < kThreads; ++t)
+        threads.emplace_back([t, requests] {
+            uint32_t random = static_cast<uint32_t>(t) + 1;
+            const auto below = [&](uint32_t bound) {
+                random = random * 1664525u + 1013904223u;
+                return (random >> 8) % bound;
+            };
+            for (int done = 0; done < requests / kThreads;) {
+                Device device;
+                const int small = device.channel->add_buffer(12, 3), large = device.channel->add_buffer(64, 16);
+                for (uint32_t left = 1 + below(500); left > 0; --left, ++done)
+                    step(device, below(2) ? small : large, below(1u << 20));
+                if (below(8) == 0) device.post(small, 1, 2, {3, 4}, 9);  // closed with it under way
+            }
+        });
+    for (std::thread &thread : threads) thread.join();
+    for (int i = 0; i < 100 && doorbell::quarantined(); ++i) Device();
+    CHECK(doorbell::quarantined() == 0);
+    CHECK(!doorbell::server_runs());
+    const std::lock_guard<std::mutex> lock(live_mutex);
+    CHECK(live.size() <= 3);
+}
+
 const std::map<std::string, void (*)()> cases{
     {"epochs", epochs},
     {"pauses_and_wrap", pauses_and_wrap},
@@ -365,7 +392,10 @@ int main(int count, char **arguments) {
         for (const auto &one : cases) std::puts(one.first.c_str());
         return 0;
     }
-    cases.at(arguments[1])();
+    if (count > 2)
+        soak(std::atoi(arguments[2]));
+    else
+        cases.at(arguments[1])();
     std::puts("ok");
     return 0;
 }
