@@ -54,6 +54,7 @@ from moepool.memory import Memory, memory
 from moepool.ops import add, combine, matmul_id, swiglu
 from moepool.policy import Policy
 from moepool.pool import Pool, PoolMatrix, PoolStats, Route
+from moepool.pooltrace import PoolTrace, TracedSteps
 from moepool.store import ExpertStore, Layer, MatrixInfo
 
 __all__ = [
@@ -75,9 +76,11 @@ __all__ = [
     "Pool",
     "PoolMatrix",
     "PoolStats",
+    "PoolTrace",
     "QuantType",
     "Route",
     "StateError",
+    "TracedSteps",
     "UnsupportedError",
     "__version__",
     "add",

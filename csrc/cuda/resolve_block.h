@@ -251,7 +251,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
             books.uses[e].last = tick;
             if (p.kind == MOEPOOL_POLICY_SLRU && slot[e] >= 0) books.uses[e].marked = 1;
         }
-        __syncthreads();
+        if (p.kind == MOEPOOL_POLICY_SLRU || misses > 0) __syncthreads();
         if (p.kind == MOEPOOL_POLICY_SLRU) protect_fewer(p, books, slots, tick);
     }
     const int *ranked = missing;

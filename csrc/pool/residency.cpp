@@ -188,16 +188,20 @@ std::vector<Residency::Choice> Residency::resize(int slots, const std::vector<in
     const auto count = static_cast<size_t>(slots);
     std::vector<Choice> moves;
     if (count < expert_in_.size()) {
-        weigh(policy_, leases.data(), epoch());
         std::vector<std::pair<int64_t, int>> residents;
         for (int slot = 0; slot < this->slots(); ++slot) {
-            const int64_t worth = policy_.kind == MOEPOOL_POLICY_STATIC ? -slot : worth_[static_cast<size_t>(slot)];
-            if (expert_in(slot) >= 0) residents.emplace_back(-worth, slot);  // the most worthy first
+            const int expert = expert_in(slot);
+            if (expert < 0) continue;
+            const bool stays = leases[static_cast<size_t>(slot)] > 0 ||
+                               (policy_.kind == MOEPOOL_POLICY_PINNED && slot < policy_.pinned);
+            int64_t worth = policy::worth(policy_, use(expert), epoch());
+            if (policy_.kind == MOEPOOL_POLICY_STATIC) worth = -slot;
+            residents.emplace_back(-(stays ? policy::kNever : worth), -slot);  // the last to go first
         }
         std::sort(residents.begin(), residents.end());
         std::vector<int> moving;
         for (size_t i = 0; i < residents.size(); ++i) {
-            const int slot = residents[i].second;
+            const int slot = -residents[i].second;
             if (i < count && slot < slots) continue;
             if (i < count) moving.push_back(slot);
             if (i >= count) clear(slot);
@@ -221,6 +225,7 @@ std::vector<Residency::Choice> Residency::resize(int slots, const std::vector<in
 // The first `most` victims in rising (worth, slot), or as many as there are, to order_.
 int Residency::find_victims(int most) {
     order_.clear();
+    if (most == 0) return 0;
     const int count = slots();
     if (most > kFewVictims) {
         for (int slot = 0; slot < count; ++slot)

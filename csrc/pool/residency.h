@@ -22,8 +22,8 @@
 //   those that are missing, in the order in which they are named, take the victims in theirs, whatever admit, guard or
 //   an election say. Static admits nobody then either.
 // * A change of the number of slots keeps the residents that would be the last to go; static keeps its first slots. A
-//   slot that is leased, or whose expert the policy keeps, stays. Of those kept the ones in slots that go move to the
-//   free ones, both in rising slot.
+//   slot that is leased or pinned stays; the elected go last. Of those kept the ones in slots that go move to the free
+//   ones, both in rising slot.
 #pragma once
 
 #include <cstdint>
