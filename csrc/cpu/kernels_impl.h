@@ -14,6 +14,7 @@
 #pragma once
 
 #include "cpu/kernels.h"
+#include "cpu/panel_scales.h"
 #include "numerics.h"
 #include "quant/decode.h"
 
@@ -116,11 +117,12 @@ void multiply_blocks(const PanelJob &job) {
             const auto panel = [&](int i) {
                 return Panel<L>{words + (g * kSide + i) * L::kLanes, width / T::info.block};
             };
+            const SideScales<T, L, L::kSide> scales{panel};
             const auto block = [&](int b) __attribute__((always_inline)) {
                 Scales<L> s[kSide];
                 W codes[kSide][8];
 #pragma GCC unroll 2
-                for (int i = 0; i < kSide; ++i) Decode<T>::scales(panel(i), b, s[i]);
+                for (int i = 0; i < kSide; ++i) scales.side[i](b, s[i]);
 #pragma GCC unroll 8
                 for (int j = 0; j < 8; ++j) {
                     prefetch(g * kChunkBlocks + b, j);
