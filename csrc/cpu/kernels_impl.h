@@ -54,7 +54,7 @@ struct Prefetch {
     // Part 0 .. 7 of a step. The compiler moves no load from one step to another, which would bunch them; within one
     // it may, so that what several parts need is loaded and decoded once.
     MOEPOOL_INLINE void operator()(int step, int part) const {
-        if (ahead) {
+        if (!kPages || ahead) {
             const uint32_t *line = panel + 2 * kWords + step * kLines * kLineWords;
 #pragma GCC unroll 4
             for (int i = kLines * part / 8; i < kLines * (part + 1) / 8; ++i)
