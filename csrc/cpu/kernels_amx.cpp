@@ -172,6 +172,7 @@ void multiply_tiles(const PanelJob &job) {
         for (int t = 0; t < count; ++t)
             for (int i = 0; i < kSide; ++i) sum[t][i] = F{};
         const auto panel = [&](int i) { return Panel<L>{words + i * L::kLanes, width / T::info.block}; };
+        const SideScales<T, L, kSide> scales{panel};
 
         const auto multiply = [&](int b) __attribute__((always_inline)) {
             Block &block = ring[b & 1];
@@ -204,7 +205,7 @@ void multiply_tiles(const PanelJob &job) {
             const Block &block = ring[b & 1];
             Scales<L> s[kSide];
 #pragma GCC unroll 2
-            for (int i = 0; i < kSide; ++i) Decode<T>::scales(panel(i), b, s[i]);
+            for (int i = 0; i < kSide; ++i) scales.side[i](b, s[i]);
             for (int t = 0; t < count; ++t) {
                 const ActivationChunk &a = job.rows[t].chunks[chunk];
 #pragma GCC unroll 2

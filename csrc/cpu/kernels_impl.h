@@ -14,6 +14,7 @@
 #pragma once
 
 #include "cpu/kernels.h"
+#include "cpu/panel_scales.h"
 #include "numerics.h"
 #include "quant/decode.h"
 
@@ -53,7 +54,7 @@ struct Prefetch {
     // Part 0 .. 7 of a step. The compiler moves no load from one step to another, which would bunch them; within one
     // it may, so that what several parts need is loaded and decoded once.
     MOEPOOL_INLINE void operator()(int step, int part) const {
-        if (ahead) {
+        if (!kPages || ahead) {
             const uint32_t *line = panel + 2 * kWords + step * kLines * kLineWords;
 #pragma GCC unroll 4
             for (int i = kLines * part / 8; i < kLines * (part + 1) / 8; ++i)
@@ -116,11 +117,12 @@ void multiply_blocks(const PanelJob &job) {
             const auto panel = [&](int i) {
                 return Panel<L>{words + (g * kSide + i) * L::kLanes, width / T::info.block};
             };
+            const SideScales<T, L, L::kSide> scales{panel};
             const auto block = [&](int b) __attribute__((always_inline)) {
                 Scales<L> s[kSide];
                 W codes[kSide][8];
 #pragma GCC unroll 2
-                for (int i = 0; i < kSide; ++i) Decode<T>::scales(panel(i), b, s[i]);
+                for (int i = 0; i < kSide; ++i) scales.side[i](b, s[i]);
 #pragma GCC unroll 8
                 for (int j = 0; j < 8; ++j) {
                     prefetch(g * kChunkBlocks + b, j);
