@@ -236,8 +236,12 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
     for (int j = 0; j < k; ++j) missing |= looked[j].missing;
     // The weights are asked for while gate/up is still at work, unless the CPU may have them.
     const bool asks = missing && step.bell.state;
+    __shared__ uint2 awaited;  // places that the CPU computes, and the epoch of the request
     if (asks) {
-        if (warp == 0 && lane == 0) wait_for_all_ahead(step);
+        if (warp == 0 && lane == 0) {
+            wait_for_all_ahead(step);
+            awaited = {static_cast<uint32_t>(__ldcg(&step.bell.state->places)), __ldcg(&step.bell.state->epoch)};
+        }
         __syncthreads();
         for (int j = 32 * warp + lane; j < k; j += 32 * warps)
             if (looked[j].missing) looked[j].host = __ldcg(&step.tables.tiles[j].host);
@@ -292,17 +296,15 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
         }
         __syncthreads();
     }
-    if (asks && has_answer(step.bell)) {
-        __shared__ bool answered;
+    if (asks && awaited.x) {
         if (warp == 0 && lane == 0) {
             note_ready(step.bell);
             if (step.bell.by_nodes && group == 0) poll_answer(step.bell);
-            answered = await_answer(step.bell);
+            await_answer(step.bell, awaited.y);
         }
         __syncthreads();
         for (int j = warp; j < k; j += warps)
-            if (looked[j].host && r < down.rows)
-                shared.total[j * 32 + lane] = answered ? cold_row(step.bell, j, down.rows, r) : num::nan();
+            if (looked[j].host && r < down.rows) shared.total[j * 32 + lane] = cold_row(step.bell, j, down.rows, r);
         __syncthreads();
     }
     if (warp == 0 && r < down.rows) {

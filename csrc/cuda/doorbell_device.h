@@ -90,12 +90,13 @@ __device__ __forceinline__ void note_step(const Bell &bell, int streamed, int ho
 
 // How many of the missing experts the CPU computes.
 __device__ __forceinline__ int records_for_host(const Step &step, const Outlook &outlook, int missing, int wanted,
-                                                int places) {
+                                                int places, int64_t tick) {
     const Bell &bell = step.bell;
     if (!bell.state || missing == 0) return 0;
     if (!bell.divides || outlook.all_host) return missing;
     const int load = doorbell::load_class((places + wanted - 1) / max(wanted, 1));
-    return division::share(rates_of(*bell.state, load), missing, outlook.bias);
+    const int share = division::share(rates_of(*bell.state, load), missing, outlook.bias);
+    return share ? share : tick % division::kRelearn == 0;
 }
 
 // For the lesson of the next step. By one thread of each block, when it has done its hot part, and at its end.
@@ -248,17 +249,18 @@ __device__ __forceinline__ void poll_answer(const Bell &bell) {
     state.answered = __ldcg(&state.posted) + division::kRoundTripNs + took;
 }
 
-// Waits until the answer is there. By one thread of a block; a barrier of the block has to follow. False: it is lost.
-__device__ __forceinline__ bool await_answer(const Bell &bell) {
-    const uint32_t epoch = __ldcg(&bell.state->epoch);
+// Waits until the answer to the step's request is there, or lost. By one thread of a block; a barrier of the block has
+// to follow.
+__device__ __forceinline__ void await_answer(const Bell &bell, uint32_t epoch) {
     while (load_acquired(&bell.state->arrived) != epoch) {
     }
-    return !__ldcg(&bell.state->poisoned);
 }
+__device__ __forceinline__ bool is_lost(const Bell &bell) { return __ldcg(&bell.state->poisoned); }
 
-// Element `row` of what the CPU computed of a place, read over the link.
+// Element `row` of what the CPU computed of a place, read over the link; NaN if it is lost.
 __device__ __forceinline__ float cold_row(const Bell &bell, int64_t place, int64_t columns, int64_t row) {
-    return __ldcv(bell.rows + place * columns + row);
+    const float value = __ldcv(bell.rows + place * columns + row);  // beside the question whether it is lost
+    return is_lost(bell) ? num::nan() : value;
 }
 
 // Brings the rows of the CPU to Step::rows, NaN in their place if they do not come. By all threads of blocks 0 ..
@@ -271,7 +273,8 @@ __device__ __forceinline__ void take_answer(const Step &step, int64_t columns, i
     const int thread = blockDim.x * threadIdx.y + threadIdx.x, threads = blockDim.x * blockDim.y;
     if (thread == 0) {
         if (block == 0) poll_answer(bell);
-        lost = !await_answer(bell);
+        await_answer(bell, __ldcg(&bell.state->epoch));
+        lost = is_lost(bell);
     }
     __syncthreads();
     // Many reads are in flight, for each takes a microsecond.

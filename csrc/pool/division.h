@@ -10,7 +10,9 @@
 namespace moepool {
 namespace division {
 
-constexpr int64_t kRoundTripNs = 5000;  // of a request and its answer, besides what the CPU is at work
+constexpr int64_t kRoundTripNs = 8000;  // of a request and its answer, besides what the CPU is at work
+constexpr int64_t kPassNs = 15000;      // of records that are read over the link, besides what the link is at work
+constexpr int kRelearn = 256;           // every so many steps the CPU gets a record though the link is quicker
 constexpr int kMostBias = 8;            // quarter records
 constexpr int kTrial = 8;               // every so many steps a record may come in though the CPU computes all
 
@@ -23,20 +25,23 @@ struct Rates {
 MOEPOOL_HD inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 MOEPOOL_HD inline int64_t finished(const Rates &r, int missing, int hosted) {
     const int64_t cpu = hosted ? kRoundTripNs + r.cpu.base_ns + hosted * int64_t{r.cpu.record_ns} : 0;
-    return larger((missing - hosted) * r.link_ns, cpu);
+    return larger(missing > hosted ? kPassNs + (missing - hosted) * r.link_ns : 0, cpu);
 }
 
 // How many of so many missing records the CPU computes. Both sides begin together and the step waits for the later one,
-// so one of the two numbers beside the point where they meet is best. Of equal ones the smaller.
+// so one of the two numbers beside the point where they meet is best, or all. Of equal ones the smaller.
 MOEPOOL_HD inline int best_share(const Rates &r, int missing) {
     if (missing <= 0) return 0;
     if (r.cpu.record_ns == 0) return (missing + 1) / 2;  // to learn
     const int64_t before = kRoundTripNs + r.cpu.base_ns;
-    const int64_t meet = (missing * r.link_ns - before) / (r.link_ns + r.cpu.record_ns);
+    const int64_t meet = (missing * r.link_ns + kPassNs - before) / (r.link_ns + r.cpu.record_ns);
     int best = 0;
-    for (int64_t c = larger(meet, 1); c <= meet + 1 || c == 1; ++c)
-        if (c <= missing && finished(r, missing, static_cast<int>(c)) < finished(r, missing, best))
+    const auto better = [&](int64_t c) {
+        if (c > 0 && c <= missing && finished(r, missing, static_cast<int>(c)) < finished(r, missing, best))
             best = static_cast<int>(c);
+    };
+    for (int64_t c = larger(meet, 1); c <= meet + 1 || c == 1; ++c) better(c);
+    better(missing);
     return best;
 }
 

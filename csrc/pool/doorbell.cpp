@@ -32,6 +32,7 @@ using Clock = std::chrono::steady_clock;
 constexpr int kLines = 64;          // of a kind on a board: a page
 constexpr size_t kAlignment = 256;  // of the parts of a buffer
 constexpr double kNewest = 1.0 / 16;
+constexpr int kFirst = 3;                                 // answers that are no measure
 constexpr auto kClosing = std::chrono::milliseconds(20);  // a worker that has answered needs no more to be done
 
 // Lines of all kinds for so many channels. Kept for the life of the process: a line may be looked at once more when its
@@ -289,6 +290,24 @@ bool Channel::serve() {
     return true;
 }
 
+void Fit::add(double n, double took) {
+    // The first answers take long: threads start, memory is touched.
+    if (++count <= kFirst) return;
+    // Later a moment in which somebody else had the processor is no measure, but a quick answer is one.
+    const double expected = pace.record_ns ? pace.base_ns + n * pace.record_ns : took, t = std::min(took, 4 * expected);
+    const double part = std::max(t < expected / 2 ? 0.5 : kNewest, 1.0 / (count - kFirst));
+    mean_n += (n - mean_n) * part;
+    mean_t += (t - mean_t) * part;
+    mean_nn += (n * n - mean_nn) * part;
+    mean_nt += (n * t - mean_nt) * part;
+    const double spread = mean_nn - mean_n * mean_n, whole = mean_t / mean_n;
+    double slope = spread > 0.05 ? (mean_nt - mean_n * mean_t) / spread : whole;
+    slope = std::min(std::max(slope, whole / 2), whole);  // both parts of it are positive
+    constexpr double kMost = 4e9;
+    pace = {static_cast<uint32_t>(std::min(std::max(mean_t - slope * mean_n, 0.0), kMost)),
+            static_cast<uint32_t>(std::min(std::max(slope, 1.0), kMost))};
+}
+
 void Channel::answer_now(uint32_t epoch) {
     served_ = epoch;
     if (const int64_t stall = settings().stall_us.load(); stall > 0)
@@ -317,24 +336,8 @@ void Channel::answer_now(uint32_t epoch) {
     }
     if (records) {
         const auto load = static_cast<size_t>(load_class((rows + records - 1) / records));
-        Sums &sums = sums_[load];
-        // Time by a line in the number of records, the newest counting most. A moment in which somebody else had the
-        // processor is no measure.
-        const auto n = static_cast<double>(records);
-        const Pace known = answer_->pace[load];
-        const double most = known.record_ns ? 4 * (known.base_ns + n * known.record_ns) : took;
-        const double t = std::min(took, most), part = sums.n > 0 ? kNewest : 1;
-        sums.n += (n - sums.n) * part;
-        sums.t += (t - sums.t) * part;
-        sums.nn += (n * n - sums.nn) * part;
-        sums.nt += (n * t - sums.nt) * part;
-        const double spread = sums.nn - sums.n * sums.n, whole = sums.t / sums.n;
-        double slope = spread > 0.05 ? (sums.nt - sums.n * sums.t) / spread : whole;
-        slope = std::min(std::max(slope, whole / 2), whole);  // both parts of it are positive
-        const double base = sums.t - slope * sums.n;
-        constexpr double kMost = 4e9;
-        answer_->pace[load] = {static_cast<uint32_t>(std::min(std::max(base, 0.0), kMost)),
-                               static_cast<uint32_t>(std::min(std::max(slope, 1.0), kMost))};
+        fits_[load].add(static_cast<double>(records), took);
+        answer_->pace[load] = fits_[load].pace;
     }
     __atomic_store_n(&answer_->epoch, epoch, __ATOMIC_RELEASE);
 }

@@ -71,6 +71,14 @@ struct alignas(64) Trouble {
 };
 static_assert(sizeof(Request) == 64 && sizeof(Answer) == 64 && sizeof(Trouble) == 64, "a line each");
 
+// A line through what answers took, the newest counting most.
+struct Fit {
+    Pace pace{};
+    int count = 0;
+    double mean_n = 0, mean_t = 0, mean_nn = 0, mean_nt = 0;
+    void add(double records, double took_ns);
+};
+
 // How many of a record's rows fall into which class of Answer::pace.
 MOEPOOL_HD constexpr int load_class(int64_t rows_a_record) {
     return rows_a_record <= 1 ? 0 : rows_a_record <= 2 ? 1 : rows_a_record <= 4 ? 2 : rows_a_record <= 8 ? 3 : 4;
@@ -148,10 +156,7 @@ class Channel {
     std::array<void *, kMostBuffers> memories_{};
     int count_ = 0;
     uint32_t served_ = 0;  // of whoever serves
-    struct Sums {
-        double n = 0, t = 0, nn = 0, nt = 0;
-    };
-    std::array<Sums, kLoads> sums_;
+    std::array<Fit, kLoads> fits_;
     // Whoever serves sets busy_, then looks at closed_; who closes sets closed_, then looks at busy_: one of the two
     // sees the other.
     std::atomic<bool> busy_{false}, closed_{false}, failed_{false};

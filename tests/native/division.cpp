@@ -52,7 +52,7 @@ void corrections_settle() {
         for (int step = 0; step < 400; ++step) {
             const int missing = 6 + static_cast<int>(below(3)), c = share(known, missing, bias);
             if (c == 0 || c == missing) continue;
-            const int64_t ready = (missing - c) * truth.link_ns + below(2000);
+            const int64_t ready = kPassNs + (missing - c) * truth.link_ns + below(2000);
             const int64_t there = kRoundTripNs + truth.cpu.base_ns + c * int64_t{truth.cpu.record_ns} + below(2000);
             const int next = next_bias(known, bias, ready, there);
             CHECK(next >= -kMostBias && next <= kMostBias && std::abs(next - bias) <= 1);

@@ -16,7 +16,7 @@ struct Outlook {
 inline Outlook begin_books(const Step &step) {
     return {step.bell.state && step.bell.divides && step.bell.state->all_host, 0};
 }
-inline int records_for_host(const Step &step, const Outlook &outlook, int missing, int, int) {
+inline int records_for_host(const Step &step, const Outlook &outlook, int missing, int, int, int64_t) {
     if (!step.bell.state) return 0;
     return !step.bell.divides || outlook.all_host ? missing : step.bell.state->share % (missing + 1);
 }
