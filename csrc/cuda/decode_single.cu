@@ -226,6 +226,7 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
     const auto reads = [&](int place) { return looked[place].record && (!looked[place].host || fill_of(step, place)); };
     Panels panels(shared.panels + warp * stages * kPanelBytes<T>, shared.barriers + warp * stages, stages,
                   kPanelBytes<T>, lane);
+    const bool may_change_course = course_is_due(step.bell);
     for (int j = 32 * warp + lane; j < k; j += 32 * warps) {
         looked[j] = look_up(step, j);
         weights[j] = widen(step.weights, step.weights_dtype, j);
@@ -238,11 +239,10 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
     const bool asks = missing && step.bell.state;
     __shared__ uint2 awaited;  // places that the CPU computes, and the epoch of the request
     if (asks) {
-        if (warp == 0 && lane == 0) {
-            wait_for_all_ahead(step);
-            awaited = {static_cast<uint32_t>(__ldcg(&step.bell.state->places)), __ldcg(&step.bell.state->epoch)};
-        }
+        if (warp == 0 && lane == 0) wait_for_all_ahead(step);
         __syncthreads();
+        if (warp == warps - 1 && lane == 31)
+            awaited = {static_cast<uint32_t>(__ldcg(&step.bell.state->places)), __ldcg(&step.bell.state->epoch)};
         for (int j = 32 * warp + lane; j < k; j += 32 * warps)
             if (looked[j].missing) looked[j].host = __ldcg(&step.tables.tiles[j].host);
         __syncthreads();
@@ -319,7 +319,7 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
     wait_for_kernels_in_front();  // for the kernel behind, which waits for this one alone
     // Every block has looked its slots up and filled its part when the last one is here: now the map may change.
     if (warp == 0 && lane == 0) note_end(step.bell);
-    const bool course_changes = changes_course(step.bell);
+    const bool course_changes = may_change_course && changes_course(step.bell);
     const int commit_count = missing ? __ldcg(step.tables.commit_count) : 0;
     if (commit_count == 0 && !course_changes) return;
     __threadfence();

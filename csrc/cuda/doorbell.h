@@ -40,6 +40,7 @@ struct BellState {
     // What follows is for miss = auto.
     int32_t all_host;       // the CPU computes every place of the step, hits too
     int32_t next_all_host;  // and of the next
+    int32_t course_due;     // the course may change in this step, or in the next
     int32_t bias;           // of division::share
     uint32_t link_ns;       // of a record over the link
     doorbell::Pace pace[doorbell::kLoads];

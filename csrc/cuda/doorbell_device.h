@@ -71,8 +71,10 @@ __device__ __forceinline__ Outlook begin_books(const Step &step) {
         const int64_t alone = division::finished(rates, wanted, wanted) * 16 / wanted;
         division::Course course{last(state.course.phase),    last(state.course.left),   last(state.course.losses),
                                 last(state.course.slots_ns), last(state.course.cpu_ns), last(state.course.step_backs)};
+        const int left_before = course.left;
         state.next_all_host =
             division::advance(course, (ended - begun) * 16 / wanted, rates.cpu.record_ns ? alone : 0, bell.period);
+        state.course_due = course.left <= 1 || left_before <= 1;
         state.course = course;
     }
     state.begun = device_ns();
@@ -109,6 +111,11 @@ __device__ __forceinline__ void note_end(const Bell &bell) {
 // Whether the CPU computes hits as well. Only blocks of a single token's kernels ask.
 __device__ __forceinline__ bool hosts_all(const Bell &bell) {
     return bell.state && bell.divides && __ldcg(&bell.state->all_host);
+}
+// Whether this step may be the last of its course: as all blocks see it that ask before it ends, if it is. Others may
+// see that of the step before or behind, which is none.
+__device__ __forceinline__ bool course_is_due(const Bell &bell) {
+    return bell.state && bell.divides && __ldcg(&bell.state->course_due);
 }
 __device__ __forceinline__ bool changes_course(const Bell &bell) {
     return bell.state && bell.divides && __ldcg(&bell.state->next_all_host) != __ldcg(&bell.state->all_host);

@@ -314,10 +314,13 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
             if (rank < met) books.victims[rank] = s;
         }
         __syncthreads();
+        const bool beside = divides && counting && hosted_misses == misses;  // what comes in is only copied
         for (int i = thread; i < met; i += threads) {
             const int s = books.victims[i], e = ranked[i], evicted = inside[s];
             if (evicted >= 0) {
-                if (!policy::may_replace(p, books.uses[e], books.uses[evicted], epoch, epoch != 0)) {
+                if (!policy::may_replace(p, books.uses[e], books.uses[evicted], epoch, epoch != 0) ||
+                    (beside && !division::worth_a_copy(policy::count_at(p, books.uses[e], epoch),
+                                                       policy::count_at(p, books.uses[evicted], epoch)))) {
                     books.victims[i] = -1;
                     continue;
                 }

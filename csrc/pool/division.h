@@ -29,7 +29,8 @@ MOEPOOL_HD inline int64_t finished(const Rates &r, int missing, int hosted) {
 }
 
 // How many of so many missing records the CPU computes. Both sides begin together and the step waits for the later one,
-// so one of the two numbers beside the point where they meet is best, or all. Of equal ones the smaller.
+// so one of the two numbers beside the point where they meet is best. All, if that takes little longer: both sides read
+// the same memory, and take longer beside one another.
 MOEPOOL_HD inline int best_share(const Rates &r, int missing) {
     if (missing <= 0) return 0;
     if (r.cpu.record_ns == 0) return (missing + 1) / 2;  // to learn
@@ -41,8 +42,7 @@ MOEPOOL_HD inline int best_share(const Rates &r, int missing) {
             best = static_cast<int>(c);
     };
     for (int64_t c = larger(meet, 1); c <= meet + 1 || c == 1; ++c) better(c);
-    better(missing);
-    return best;
+    return finished(r, missing, missing) <= finished(r, missing, best) * 9 / 8 ? missing : best;
 }
 
 // The share, corrected by what steps have shown.
@@ -61,6 +61,9 @@ MOEPOOL_HD inline int next_bias(const Rates &r, int bias, int64_t ready, int64_t
     if (ready - answered > within) return bias < kMostBias ? bias + 1 : bias;
     return bias;
 }
+
+// Whether one that was wanted so often is worth a copy over one wanted so often.
+MOEPOOL_HD inline bool worth_a_copy(int64_t count, int64_t victim) { return count > victim + victim / 4 + 1; }
 
 // How many records a step may bring in besides what the policy and `admit` say. One that crosses the link anyway costs
 // nothing more; one that the CPU computes is copied beside, which is worth it now and then, or into an empty slot.
