@@ -290,6 +290,9 @@ def test_a_pool_goes_on_where_another_stopped(
         with on.pool(layer, 5, **options) as second:
             second.load_state(file)
             assert residents(second) == residents(first)
+            again = tmp_path / "again"
+            second.save_state(again)
+            assert again.read_bytes() == file.read_bytes()
             stats = second.stats()
             assert (stats.steps, stats.copied_bytes, stats.resident) == (0, 0, first.stats().resident)
             for number, ids in enumerate(trace[60:]):
