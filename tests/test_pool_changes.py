@@ -304,6 +304,20 @@ def test_a_pool_goes_on_where_another_stopped(
                 check(on, whole, table, ids, "the whole run")
 
 
+def test_a_loaded_pool_knows_who_was_elected(on: On, layer: moepool.Layer, tmp_path: Path) -> None:
+    policy = moepool.Policy("reelect", period=4)
+    with on.pool(layer, 1, policy=policy) as first, on.pool(layer, 1, policy=policy) as second:
+        for expert in (0, 0, 0, 2, 2, 2, 3):  # 0 is elected at step 4; of the steps since then 2 has the most
+            step(first, expert)
+        step(first, 3)  # the election of step 8: 2, which does not lie in the slot yet
+        assert residents(first) == [0]
+        first.save_state(tmp_path / "state")
+        second.load_state(tmp_path / "state")
+        for pool in (first, second):
+            step(pool, 2)
+            assert residents(pool) == [2]
+
+
 def test_states_of_other_pools_are_refused(on: On, layer: moepool.Layer, tmp_path: Path) -> None:
     file = tmp_path / "state"
     with on.pool(layer, 4, policy="lfu") as pool:
