@@ -28,19 +28,21 @@ __device__ __forceinline__ int64_t id_of(const Step &step, int place) {
     return step.bits == 64 ? __ldcg(static_cast<const long long *>(step.ids) + place)
                            : int64_t{__ldcg(static_cast<const int *>(step.ids) + place)};
 }
-__device__ __forceinline__ Looked found(const Step &step, int64_t id, int slot) {
+__device__ __forceinline__ Looked found(const Step &step, int64_t id, int slot, bool host_has_all) {
     return {slot >= 0 ? step.residents.arena + slot * step.residents.record_bytes : step.residents.records[id],
-            slot < 0 || hosts_all(step.bell), false, false};
+            slot < 0 || host_has_all, false, false};
 }
 __device__ __forceinline__ Looked look_up(const Step &step, int place) {
+    const bool host_has_all = hosts_all(step.bell);  // asked for beside the others
     const int64_t id = id_of(step, place);
     if (id < 0 || id >= step.residents.experts) return {nullptr, false, id != -1, false};
-    return found(step, id, __ldcg(step.residents.slot_of + id));
+    return found(step, id, __ldcg(step.residents.slot_of + id), host_has_all);
 }
 // The same by a warp, which does not wait for the id before it asks for the slot.
 __device__ __forceinline__ Looked look_up_together(const Step &step, int place, int lane) {
     const int experts = step.residents.experts;
     if (experts > kQuickExperts) return look_up(step, place);
+    const bool host_has_all = hosts_all(step.bell);
     int slots[kQuickExperts / 32];
 #pragma unroll
     for (int i = 0; i < kQuickExperts / 32; ++i)
@@ -50,7 +52,7 @@ __device__ __forceinline__ Looked look_up_together(const Step &step, int place, 
     int mine = slots[0];
 #pragma unroll
     for (int i = 1; i < kQuickExperts / 32; ++i) mine = id / 32 == i ? slots[i] : mine;
-    return found(step, id, __shfl_sync(~0u, mine, static_cast<int>(id % 32)));
+    return found(step, id, __shfl_sync(~0u, mine, static_cast<int>(id % 32)), host_has_all);
 }
 
 __device__ __forceinline__ void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }

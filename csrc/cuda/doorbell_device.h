@@ -74,7 +74,7 @@ __device__ __forceinline__ Outlook begin_books(const Step &step) {
         const int left_before = course.left;
         state.next_all_host =
             division::advance(course, (ended - begun) * 16 / wanted, rates.cpu.record_ns ? alone : 0, bell.period);
-        state.course_due = course.left <= 1 || left_before <= 1;
+        state.course_due = course.left <= 1 || left_before <= 1 || next_all_host != int{all_host};
         state.course = course;
     }
     state.begun = device_ns();
