@@ -98,10 +98,10 @@ def _placement_options(command: _F) -> _F:
             ),
             click.option(
                 "--miss",
-                type=click.Choice(["stream", "host"]),
+                type=click.Choice(["stream", "host", "auto"]),
                 default="stream",
                 show_default=True,
-                help="Who computes an expert without a slot: the device or the CPU.",
+                help="Who computes an expert without a slot: the device, the CPU, or both.",
             ),
             click.option("--device", default="cpu", show_default=True, help="cpu or cuda:N."),
             click.option(
@@ -154,7 +154,7 @@ def _placement(
     checkpoint: Checkpoint,
     slots: int,
     policy: Literal["lru", "static"],
-    miss: Literal["stream", "host"],
+    miss: Literal["stream", "host", "auto"],
     device: str,
     hot: Path | None,
 ) -> Placement:

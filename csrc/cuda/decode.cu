@@ -24,6 +24,8 @@ struct Decoder::Workspace {
     DeviceMemory<Commit> commits;
     DeviceMemory<ActivationBlock> input, hidden;
     DeviceMemory<float> hidden_x, rows;
+    DeviceMemory<int32_t> hosted;
+    int bell_buffer = -1;
 
     Workspace(int64_t count, const Layer &layer)
         : places(count),
@@ -39,7 +41,8 @@ struct Decoder::Workspace {
           input(layer.matrices()[0].quantised() ? count * layer.matrices()[0].columns / kBlockColumns : 0),
           hidden(layer.matrices()[2].quantised() ? count * layer.matrices()[2].columns / kBlockColumns : 0),
           hidden_x(layer.matrices()[2].quantised() ? 0 : count * layer.matrices()[2].columns),
-          rows(count * layer.matrices()[2].rows) {}
+          rows(count * layer.matrices()[2].rows),
+          hosted(count) {}
 
     StepTables tables() const {
         return {ids.get(),          order.get(),    tiles.get(),    tile_count.get(), commits.get(),
@@ -48,13 +51,14 @@ struct Decoder::Workspace {
 };
 
 Decoder::Decoder(int device, const Layer &layer, const std::vector<const uint8_t *> &records, int slots, uint8_t *arena,
-                 const PolicyConfig &policy, int admit)
+                 const PolicyConfig &policy, int admit, std::unique_ptr<Doorbell> doorbell)
     : device_(device),
       layer_(layer),
       slots_(slots),
       arena_(arena),
       policy_(policy),
       admit_(admit),
+      doorbell_(std::move(doorbell)),
       state_(1),
       slot_of_(layer.experts()),
       expert_in_(slots),
@@ -100,7 +104,10 @@ const char *Decoder::refuses(int64_t tokens, int64_t k) const {
 std::string Decoder::describe(int64_t tokens, int64_t k) const {
     const OnDevice on(device_);
     const StepConfig config = configure_step(layer_.matrices()[0], layer_.matrices()[2], tokens, k);
-    return "gate/up " + config.gate_up.text() + ", down " + config.down.text();
+    const char *misses = !doorbell_              ? ""
+                         : doorbell_->by_nodes() ? "; misses by the CPU, asked by a node of the graph"
+                                                 : "; misses by the CPU, asked through a doorbell";
+    return "gate/up " + config.gate_up.text() + ", down " + config.down.text() + misses;
 }
 
 void Decoder::reserve(int64_t places) {
@@ -110,6 +117,7 @@ void Decoder::reserve(int64_t places) {
     auto made = std::make_unique<Workspace>(room, layer_);
     const uint32_t none = 0;
     for (uint32_t *count : {made->finished.get(), made->resolved.get(), made->arrived.get()}) copy(count, &none, 1);
+    if (doorbell_) made->bell_buffer = doorbell_->add_buffer(room);
     workspaces_.push_back(std::move(made));
 }
 
@@ -157,6 +165,10 @@ void Decoder::run(const moepool_ids &ids, const moepool_rows &x, const void *wei
     step.hidden = w.hidden.get();
     step.hidden_x = w.hidden_x.get();
     step.rows = w.rows.get();
+    if (doorbell_) {
+        step.bell = doorbell_->bell(w.bell_buffer, w.hosted.get());
+        doorbell_->wake();
+    }
     step.weights = weights;
     step.weights_dtype = weights_dtype;
     step.out = out;
@@ -170,10 +182,13 @@ void Decoder::run(const moepool_ids &ids, const moepool_rows &x, const void *wei
     arguments.leases = leases_.get();
     arguments.bad_id = bad_id_.get();
     arguments.row_elements = gate.quantised() ? places / step.x_per_row * gate.columns : 0;
+    arguments.columns = gate.columns;
+    arguments.quantised = gate.quantised();
     // A step that stops half way has changed the books but not the slots.
     whole_ = false;
     if (tokens > 1) resolve(step, arguments, stream);
     gate_up(gate, up, step, arguments, stream);
+    if (doorbell_) doorbell_->ask(stream);
     down_and_combine(down, step, stream);
     whole_ = true;
     captured_ = captured_ || in_graph;
@@ -225,6 +240,11 @@ DeviceSteps::Counts Decoder::store(Residency::Snapshot &residency) {
     copy(residency.slot_of.data(), slot_of_.get(), residency.slot_of.size());
     copy(residency.uses.data(), uses_.get(), residency.uses.size());
     copy(residency.expert_in.data(), expert_in_.get(), residency.expert_in.size());
+    if (doorbell_) {
+        BellState bell;
+        copy(&bell, doorbell_->state(), 1);
+        state.counts.step_backs = bell.course.step_backs;
+    }
     return state.counts;
 }
 

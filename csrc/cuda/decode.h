@@ -20,6 +20,7 @@
 #include <memory>
 #include <vector>
 
+#include "cuda/doorbell.h"
 #include "cuda/resolve.h"
 #include "cuda/runtime.h"
 #include "moepool.h"
@@ -34,9 +35,9 @@ namespace cuda {
 class Decoder : public DeviceSteps {
   public:
     // records: by expert, where its record lies in page-locked host memory as the device addresses it. slots: the most
-    // that there will be.
+    // that there will be. doorbell: NULL if the device computes every miss.
     Decoder(int device, const Layer &layer, const std::vector<const uint8_t *> &records, int slots, uint8_t *arena,
-            const PolicyConfig &policy, int admit);
+            const PolicyConfig &policy, int admit, std::unique_ptr<Doorbell> doorbell);
     ~Decoder() override;
     Decoder(const Decoder &) = delete;
     Decoder &operator=(const Decoder &) = delete;
@@ -53,6 +54,7 @@ class Decoder : public DeviceSteps {
     void trace(int64_t words) override;
     int64_t take_trace(std::vector<uint32_t> &words) override;
     BadId take_bad_id() override;
+    std::string failure() const override { return doorbell_ ? doorbell_->failure() : std::string(); }
 
   private:
     struct Workspace;
@@ -71,6 +73,7 @@ class Decoder : public DeviceSteps {
     uint8_t *const arena_;
     const PolicyConfig policy_;
     const int admit_;
+    const std::unique_ptr<Doorbell> doorbell_;
     Stream side_;  // of copies that are no part of a step, also while one is captured
     DeviceMemory<DeviceState> state_;
     DeviceMemory<int32_t> slot_of_, expert_in_, leases_;

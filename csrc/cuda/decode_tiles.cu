@@ -1,13 +1,15 @@
 // A decode step of more tokens than one, on the device.
 #include "cuda/decode_parts.h"
+#include "cuda/doorbell_device.h"
 
 namespace moepool {
 namespace cuda {
 
 namespace {
 
-constexpr int kTileWarps = 8;  // of a block, at most
-constexpr int kSubBatch = 2;   // places that a panel is multiplied with at once
+constexpr int kTileWarps = 8;          // of a block, at most
+constexpr int kSubBatch = 2;           // places that a panel is multiplied with at once
+constexpr unsigned kAnswerBlocks = 8;  // of down_tiles, that take the CPU's answer
 // Bytes of panels in flight in a block: enough to hide the memory's latency, little enough that several blocks fit a
 // multiprocessor.
 constexpr int kBudget = 40 << 10;
@@ -41,13 +43,14 @@ class TileProduct {
                 float *out = shared_.partial + warp * kMostDecodeTokens * 32 + lane;
                 const uint8_t *panel = nullptr;
                 for (int t = 0; t < tile_.count; t += kSubBatch) {
-                    const int n = min(kSubBatch, tile_.count - t);
+                    const int n = tile_.host ? 0 : min(kSubBatch, tile_.count - t);
                     for (int i = 0; i < n; ++i) stage(staged + i * kStagedBytes<T>, places[t + i], chunk);
                     __syncwarp();
                     if (!panel) {
                         panel = panels_.take();
                         if (tile_.fill) panels_.copy_out(panel, tile_.fill + offset(unit), chunk_bytes<T>(width));
                     }
+                    if (n == 0) break;  // the CPU computes it: it is only kept
                     if (n == 1)
                         multiply_panel<T, 1>(panel, width, staged, lane, out + t * 32);
                     else
@@ -110,6 +113,7 @@ __global__ void __launch_bounds__(32 * kTileWarps, 3)
     let_the_next_kernel_start();
     if (index >= *step.tables.tile_count) return;
     const DecodeTile tile = step.tables.tiles[index];
+    if (tile.host && !tile.fill) return;
     const int64_t base[2] = {gate.panels + group * gate.row_group, up.panels + group * up.row_group};
     TileProduct<T, 2> product(tile, base, gate, stages, panels, shared);
     product.begin();
@@ -117,26 +121,36 @@ __global__ void __launch_bounds__(32 * kTileWarps, 3)
     if (tile.fill && group == 0) copy_tail(step.residents, tile);
     product.run(places,
                 [&](uint8_t *target, int place, int chunk) { stage_input<T>(target, step, place, gate, chunk, lane); });
+    if (tile.host) return;
     for (int t = warp; t < tile.count; t += warps)
         write_hidden(step, gate, up, tile.record, places[t], group, shared.total[t * 32 + lane],
                      shared.total[(kMostDecodeTokens + t) * 32 + lane]);
 }
 
+// The first `answer_blocks` blocks take the CPU's answer.
 template <class T>
-__global__ void __launch_bounds__(32 * kTileWarps, 3) down_tiles(const Step step, const Part down, int stages) {
+__global__ void __launch_bounds__(32 * kTileWarps, 3)
+    down_tiles(const Step step, const Part down, int stages, unsigned answer_blocks) {
     extern __shared__ __align__(128) uint8_t memory[];
     __shared__ int places[kMostDecodeTokens];
     const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y;
-    const int group = static_cast<int>(blockIdx.x % down.row_groups);
+    if (blockIdx.x < answer_blocks) {
+        wait_for_kernels_in_front();
+        let_the_next_kernel_start();
+        return take_answer(step, down.rows, static_cast<int>(blockIdx.x), static_cast<int>(answer_blocks));
+    }
+    const unsigned job = blockIdx.x - answer_blocks;
+    const int group = static_cast<int>(job % down.row_groups);
     const int64_t r = int64_t{group} * kPanelRows + lane;
-    const int index = static_cast<int>(blockIdx.x / down.row_groups);
+    const int index = static_cast<int>(job / down.row_groups);
     const Shared shared(memory, warps, stages, kPanelBytes<T>, warps * kSubBatch * kStagedBytes<T>,
                         warps * kMostDecodeTokens);
     Panels panels(shared.panels + warp * stages * kPanelBytes<T>, shared.barriers + warp * stages, stages,
                   kPanelBytes<T>, lane);
     // Gate/up lets this kernel start only when it has seen the end of resolve: the tiles are there.
-    const bool empty = index >= __ldcg(step.tables.tile_count);
-    const DecodeTile tile = step.tables.tiles[empty ? 0 : index];
+    const bool none = index >= __ldcg(step.tables.tile_count);
+    const DecodeTile tile = step.tables.tiles[none ? 0 : index];
+    const bool empty = none || (tile.host && !tile.fill);
     const int64_t base[1] = {down.panels + group * down.row_group};
     TileProduct<T, 1> product(tile, base, down, stages, panels, shared);
     if (!empty) product.begin();
@@ -147,7 +161,8 @@ __global__ void __launch_bounds__(32 * kTileWarps, 3) down_tiles(const Step step
     product.run(places, [&](uint8_t *target, int place, int chunk) {
         stage_hidden<T>(target, step, place, down, chunk, lane);
     });
-    if (r >= down.rows) return;
+    if (warp == 0 && lane == 0) note_ready(step.bell);
+    if (tile.host || r >= down.rows) return;
     for (int t = warp; t < tile.count; t += warps)
         step.rows[places[t] * down.rows + r] =
             finish_row(shared.total[t * 32 + lane], tile.record, down.scale, down.bias, r);
@@ -169,6 +184,7 @@ __global__ void combine_tiles(const Step step, int64_t columns) {
         y = id == -1 ? y : next;
     }
     step.out[i] = num::finish(y);
+    if (threadIdx.x == 0) note_end(step.bell);
 }
 
 // units: panels of a job.
@@ -209,8 +225,10 @@ void launch_gate_up(const Matrix &gate, const Matrix &up, const Step &step, cons
 template <class T>
 void launch_down(const Matrix &down, const Step &step, cudaStream_t stream) {
     const DecodeConfig c = down_config<T>(down, step.k);
-    launch(down_tiles<T>, static_cast<unsigned>(step.most_tiles * down.row_groups()), threads(c), c.shared_bytes,
-           stream, step, Part(down), c.stages);
+    const unsigned answers = step.bell.state ? kAnswerBlocks : 0;
+    launch_behind(!step.bell.by_nodes, down_tiles<T>,
+                  answers + static_cast<unsigned>(step.most_tiles * down.row_groups()), threads(c), c.shared_bytes,
+                  stream, step, Part(down), c.stages, answers);
     launch(combine_tiles, static_cast<unsigned>((step.tokens * down.rows + 255) / 256), dim3(256), 0, stream, step,
            down.rows);
 }

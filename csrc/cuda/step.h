@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/activate.h"
+#include "cuda/doorbell.h"
 #include "moepool.h"
 
 namespace moepool {
@@ -17,6 +18,7 @@ struct DecodeTile {
     const uint8_t *record;  // where it is read; NULL: a skipped place of a single token
     uint8_t *fill;          // the slot it goes to as well, or NULL
     int32_t first, count;   // of order
+    int32_t host;           // the CPU computes it: it is read only to fill the slot
 };
 
 // An expert that this step brings into a slot. While a single token's kernels look slots up by themselves, the map must
@@ -61,10 +63,11 @@ struct Step {
     ActivationBlock *input;   // the same quantised, if gate and up are
     ActivationBlock *hidden;  // (places, blocks), or
     float *hidden_x;          // (places, columns), as down wants them
-    float *rows;              // (places, rows of down), for more tokens than one
+    float *rows;              // (places, rows of down), for more tokens than one, and of the CPU
     const void *weights;
     moepool_dtype weights_dtype;
     float *out;
+    Bell bell;
 };
 
 }  // namespace cuda

@@ -77,7 +77,7 @@ class Placement:
     slots : int
         Slots of every layer's pool, 0 .. experts.
     policy : {"lru", "static"}
-    miss : {"stream", "host"}
+    miss : {"stream", "host", "auto"}
     device : str
         "cpu" or "cuda:N".
     hot : sequence of sequences of int, optional
@@ -86,7 +86,7 @@ class Placement:
 
     slots: int = 0
     policy: Literal["lru", "static"] = "lru"
-    miss: Literal["stream", "host"] = "stream"
+    miss: Literal["stream", "host", "auto"] = "stream"
     device: str = "cpu"
     hot: Sequence[Sequence[int]] | None = field(default=None, repr=False)
 
