@@ -5,8 +5,8 @@
 //   down      a block computes 32 outputs of a tile; of a single token, of all its places, and combines them
 //   combine   for more tokens than one
 //
-// Gate and up of two types are two kernels, so that none is made for pairs of types: gate leaves its rows to up. A single
-// token is then taken as several are.
+// Gate and up of two types are two kernels, so that none is made for pairs of types: gate leaves its rows to up. A
+// single token is then taken as several are.
 //
 // Else there are but two kernels of a single token. Hits need only a look-up, which gate/up and down do themselves;
 // resolve is a block of gate/up that runs beside the others, and x is quantised where it is used. Down begins when
