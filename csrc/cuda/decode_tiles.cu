@@ -1,4 +1,4 @@
-// A decode step of more tokens than one, on the device.
+// A decode step of more tokens than one, or of gate and up of two types, on the device.
 #include "cuda/decode_parts.h"
 #include "cuda/doorbell_device.h"
 
@@ -91,6 +91,17 @@ class TileProduct {
     const Shared &shared_;
 };
 
+// Written by a kernel in front, which may have been running when this one began: past L1.
+__device__ __forceinline__ DecodeTile read_tile(const Step &step, int index) {
+    static_assert(sizeof(DecodeTile) == 32, "two loads");
+    DecodeTile tile;
+    auto *words = reinterpret_cast<ulonglong2 *>(&tile);
+    const auto *from = reinterpret_cast<const ulonglong2 *>(step.tables.tiles + index);
+    words[0] = __ldcg(from);
+    words[1] = __ldcg(from + 1);
+    return tile;
+}
+
 __device__ __forceinline__ void read_places(const Step &step, const DecodeTile &tile, int *places) {
     const int thread = 32 * threadIdx.y + threadIdx.x;
     if (thread < tile.count) places[thread] = __ldcg(step.tables.order + tile.first + thread);
@@ -111,8 +122,8 @@ __global__ void __launch_bounds__(32 * kTileWarps, 3)
                   kPanelBytes<T>, lane);
     wait_for_kernels_in_front();
     let_the_next_kernel_start();
-    if (index >= *step.tables.tile_count) return;
-    const DecodeTile tile = step.tables.tiles[index];
+    if (index >= __ldcg(step.tables.tile_count)) return;
+    const DecodeTile tile = read_tile(step, index);
     if (tile.host && !tile.fill) return;
     const int64_t base[2] = {gate.panels + group * gate.row_group, up.panels + group * up.row_group};
     TileProduct<T, 2> product(tile, base, gate, stages, panels, shared);
@@ -125,6 +136,52 @@ __global__ void __launch_bounds__(32 * kTileWarps, 3)
     for (int t = warp; t < tile.count; t += warps)
         write_hidden(step, gate, up, tile.record, places[t], group, shared.total[t * 32 + lane],
                      shared.total[(kMostDecodeTokens + t) * 32 + lane]);
+}
+
+// Gate or up, if they differ in type. Gate leaves its rows to up, which makes the hidden ones.
+template <class T>
+__global__ void __launch_bounds__(32 * kTileWarps, 3)
+    half_tiles(const Step step, const Part part, bool is_up, int stages) {
+    extern __shared__ __align__(128) uint8_t memory[];
+    __shared__ int places[kMostDecodeTokens];
+    const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y;
+    const int group = static_cast<int>(blockIdx.x % part.row_groups);
+    const int64_t r = int64_t{group} * kPanelRows + lane;
+    const int index = static_cast<int>(blockIdx.x / part.row_groups);
+    const Shared shared(memory, warps, stages, kPanelBytes<T>, warps * kSubBatch * kStagedBytes<T>,
+                        warps * kMostDecodeTokens);
+    Panels panels(shared.panels + warp * stages * kPanelBytes<T>, shared.barriers + warp * stages, stages,
+                  kPanelBytes<T>, lane);
+    // Gate lets up start only when it has seen the end of resolve: for up, the tiles are there.
+    const auto wait = [] {
+        wait_for_kernels_in_front();
+        let_the_next_kernel_start();
+    };
+    if (!is_up) wait();
+    bool empty = index >= __ldcg(step.tables.tile_count);
+    const DecodeTile tile = read_tile(step, empty ? 0 : index);
+    empty = empty || (tile.host && !tile.fill);
+    const int64_t base[1] = {part.panels + group * part.row_group};
+    TileProduct<T, 1> product(tile, base, part, stages, panels, shared);
+    if (!empty) product.begin();
+    if (is_up) wait();
+    if (empty) return;
+    read_places(step, tile, places);
+    if (tile.fill && group == 0 && !is_up) copy_tail(step.residents, tile);
+    product.run(places,
+                [&](uint8_t *target, int place, int chunk) { stage_input<T>(target, step, place, part, chunk, lane); });
+    if (tile.host) return;
+    for (int t = warp; t < tile.count; t += warps) {
+        const int64_t place = places[t];
+        float row = 0.0f;  // as the padding of the last panel, which enters no sum
+        if (r < part.rows) row = finish_row(shared.total[t * 32 + lane], tile.record, part.scale, part.bias, r);
+        if (is_up) {
+            if (r < part.rows) row = num::swiglu(__ldcg(step.gated + place * part.rows + r), row);
+            store_hidden(step, part, place, group, row);
+        } else if (r < part.rows) {
+            step.gated[place * part.rows + r] = row;
+        }
+    }
 }
 
 // The first `answer_blocks` blocks take the CPU's answer.
@@ -149,7 +206,7 @@ __global__ void __launch_bounds__(32 * kTileWarps, 3)
                   kPanelBytes<T>, lane);
     // Gate/up lets this kernel start only when it has seen the end of resolve: the tiles are there.
     const bool none = index >= __ldcg(step.tables.tile_count);
-    const DecodeTile tile = step.tables.tiles[none ? 0 : index];
+    const DecodeTile tile = read_tile(step, none ? 0 : index);
     const bool empty = none || (tile.host && !tile.fill);
     const int64_t base[1] = {down.panels + group * down.row_group};
     TileProduct<T, 1> product(tile, base, down, stages, panels, shared);
@@ -223,6 +280,13 @@ void launch_gate_up(const Matrix &gate, const Matrix &up, const Step &step, cons
 }
 
 template <class T>
+void launch_half(const Matrix &matrix, bool is_up, const Step &step, cudaStream_t stream) {
+    const DecodeConfig c = down_config<T>(matrix, step.k);
+    launch(half_tiles<T>, static_cast<unsigned>(step.most_tiles * matrix.row_groups()), threads(c), c.shared_bytes,
+           stream, step, Part(matrix), is_up, c.stages);
+}
+
+template <class T>
 void launch_down(const Matrix &down, const Step &step, cudaStream_t stream) {
     const DecodeConfig c = down_config<T>(down, step.k);
     const unsigned answers = step.bell.state ? kAnswerBlocks : 0;
@@ -236,6 +300,7 @@ void launch_down(const Matrix &down, const Step &step, cudaStream_t stream) {
 template <class T>
 void load(int shared_bytes) {
     allow_shared(gate_up_tiles<T>, shared_bytes);
+    allow_shared(half_tiles<T>, shared_bytes);
     allow_shared(down_tiles<T>, shared_bytes);
     allow_shared(combine_tiles, 0);
 }
@@ -244,6 +309,12 @@ void load(int shared_bytes) {
 
 const DecodeKernels tile_kernels[kTypeCount] = {
 #define X(T) {load<T>, launch_gate_up<T>, launch_down<T>, gate_up_config<T>, down_config<T>},
+    MOEPOOL_QUANT_TYPES(X)
+#undef X
+};
+
+const LaunchHalf half_kernels[kTypeCount] = {
+#define X(T) launch_half<T>,
     MOEPOOL_QUANT_TYPES(X)
 #undef X
 };

@@ -58,8 +58,8 @@ __device__ __forceinline__ Outlook begin_books(const Step &step) {
     const auto last = [](const auto &field) { return __ldcg(&field); };  // written by other multiprocessors, too
     // Looked up by the blocks of a single token's kernels as well, so that there the last of them changes it.
     const int next_all_host = last(state.next_all_host);
-    if (step.tokens > 1) state.all_host = next_all_host;
-    const bool all_host = step.tokens > 1 ? next_all_host : last(state.all_host);
+    if (!step.single) state.all_host = next_all_host;
+    const bool all_host = step.single ? last(state.all_host) : next_all_host;
     const division::Rates rates = rates_of(state, last(state.load));
     const auto begun = static_cast<int64_t>(last(state.begun)), ended = static_cast<int64_t>(last(state.ended));
     const auto ready = static_cast<int64_t>(last(state.ready)), answered = static_cast<int64_t>(last(state.answered));

@@ -39,7 +39,7 @@ struct ResolveArguments {
     bool quantised;              // gate
 };
 
-// Takes a step of more tokens than one: residency, counts, and the step's tables. A single token's is part of gate/up.
+// Takes a step: residency, counts, and the step's tables. If it is single, that is part of gate/up.
 void resolve(const Step &step, const ResolveArguments &arguments, cudaStream_t stream);
 inline int resolve_shared_bytes(int experts, int slots) {
     return 24 * experts + 4 * (7 * experts + 2 * slots + kMostDecodePlaces) + experts;

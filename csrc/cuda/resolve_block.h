@@ -165,7 +165,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     const Residents &residents = step.residents;
     const StepTables &tables = step.tables;
     const int experts = residents.experts, places = step.tokens * step.k;
-    const bool single = step.tokens == 1;
+    const bool single = step.single;
     const Books books(memory, experts, a.slots);
     int *const count = books.count, *const first = books.first, *const tile = books.tile, *const slot = books.slot;
     int *const fill = books.fill, *const missing = books.missing, *const inside = books.inside, *const id = books.id;

@@ -259,7 +259,7 @@ std::string Pool::describe(int64_t tokens, int64_t k) {
     if (is_prompt(tokens, MOEPOOL_PHASE_AUTO)) return "host: a prompt, of more than prompt_tokens tokens";
     const std::lock_guard<std::mutex> lock(mutex_);
     DeviceSteps *steps = slots_->device_steps(policy_, admit_, miss_, store_);
-    if (!steps) return "host: not all records are page-locked, or gate and up differ in type, or it is no FFN";
+    if (!steps) return "host: not all records are page-locked, or it is no FFN";
     if (const char *why = steps->refuses(tokens, k)) return std::string("host: ") + why;
     return "device: " + steps->describe(tokens, k);
 }
