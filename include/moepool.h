@@ -455,8 +455,8 @@ MOEPOOL_API moepool_status moepool_ffn(const moepool_route *route, const moepool
  * device itself: no copy to the host, no synchronisation, and a CUDA graph can hold it. That wants records that are all
  * page-locked, and gate and up of one type; any other step is resolved by the host, and is MOEPOOL_ERROR_STATE while
  * `stream` is being captured. Steps of one pool run in the order of their calls, and evict nothing that a route uses
- * which was open when they were called, or when a graph that holds them was launched. Replays of a graph must be ordered
- * with the other uses of its pools by the caller.
+ * which was open when they were called, or when a graph that holds them was launched. Replays of a graph must be
+ * ordered with the other uses of its pools by the caller.
  *
  * What miss = host or auto leaves to the CPU, a thread of this process computes on the threads of moepool_set_threads,
  * while the device waits: the process must run for a replay to end. If it does not answer in time
