@@ -6,9 +6,13 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
+import moepool
+from moepool._native import handles
 from tests.programs import run
 
 ROOT = Path(__file__).parents[1]
@@ -71,3 +75,37 @@ def test_division(tmp_path: Path) -> None:
         "-o", target,
     )  # fmt: skip
     assert run(target) == "ok\n"
+
+
+def test_settings() -> None:
+    before = handles.get_doorbell()
+    try:
+        moepool.set_doorbell(timeout=0.25, host_nodes=True)
+        assert handles.get_doorbell() == before | {"timeout_us": 250_000, "host_nodes": 1}
+        moepool.set_doorbell()
+        assert handles.get_doorbell() == before | {"timeout_us": 1_000_000, "host_nodes": -1}
+        wrong: Any
+        for wrong in (0, -1, True, "1", float("nan"), 1e9):
+            with pytest.raises(moepool.ArgumentError, match="timeout"):
+                moepool.set_doorbell(timeout=wrong)
+        wrong = 1
+        with pytest.raises(moepool.ArgumentError, match="host_nodes"):
+            moepool.set_doorbell(host_nodes=wrong)
+        with pytest.raises(moepool.ArgumentError):
+            handles.set_doorbell(period=0)
+        assert handles.get_doorbell()["timeout_us"] == 1_000_000
+    finally:
+        handles.set_doorbell(**before)
+
+
+def test_auto_admits_by_worth_unless_told_otherwise() -> None:
+    weight = np.zeros((8, 32, 64), np.float32)
+    layer = moepool.ExpertStore.from_arrays(weight=weight, qtype="q8_0")[0]
+    with (
+        moepool.Pool(layer, 4, miss="auto") as pool,
+        moepool.Pool(layer, 4, miss="auto", policy="lru") as lru,
+    ):
+        assert pool.policy == moepool.Policy("lfu", guard=True, half_life=1024)
+        assert lru.policy == moepool.Policy("lru")
+    with moepool.Pool(layer, 4, miss="host") as pool:
+        assert pool.policy == moepool.Policy("lru")
