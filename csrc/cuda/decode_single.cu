@@ -102,8 +102,8 @@ MOEPOOL_BOTH int input_bytes(const Part &part, int warps) {
 // block, which is quicker than waiting for a kernel that does it once.
 template <class T>
 __global__ void __launch_bounds__(32 * kGateUpWarps, 2)
-    gate_up_single(const Step step, const ResolveArguments arguments, const Part gate, const Part up, int stages,
-                   int rounds) {
+    gate_up_single(const __grid_constant__ Step step, const ResolveArguments arguments, const Part gate, const Part up,
+                   int stages, int rounds) {
     extern __shared__ __align__(128) uint8_t memory[];
     const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y;
     // What the look-up and the books read was last used a step ago: let it come to L2 while the kernel in front ends.

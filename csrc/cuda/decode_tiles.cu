@@ -43,14 +43,13 @@ class TileProduct {
                 float *out = shared_.partial + warp * kMostDecodeTokens * 32 + lane;
                 const uint8_t *panel = nullptr;
                 for (int t = 0; t < tile_.count; t += kSubBatch) {
-                    const int n = tile_.host ? 0 : min(kSubBatch, tile_.count - t);
+                    const int n = min(kSubBatch, tile_.count - t);
                     for (int i = 0; i < n; ++i) stage(staged + i * kStagedBytes<T>, places[t + i], chunk);
                     __syncwarp();
                     if (!panel) {
                         panel = panels_.take();
                         if (tile_.fill) panels_.copy_out(panel, tile_.fill + offset(unit), chunk_bytes<T>(width));
                     }
-                    if (n == 0) break;  // the CPU computes it: it is only kept
                     if (n == 1)
                         multiply_panel<T, 1>(panel, width, staged, lane, out + t * 32);
                     else
@@ -70,6 +69,17 @@ class TileProduct {
                 *at = total;
             }
             __syncthreads();
+        }
+    }
+
+    // In place of run: the CPU computes it, it is only kept.
+    __device__ void keep() {
+        const int warps = blockDim.y, units = kMatrices * part_.chunks;
+        for (int unit = threadIdx.y; unit < units; unit += warps) {
+            const uint8_t *panel = panels_.take();
+            panels_.copy_out(panel, tile_.fill + offset(unit), chunk_bytes<T>(chunk_width(part_, unit / kMatrices)));
+            panels_.finish_stores();
+            fetch(unit + warps * stages_);
         }
     }
 
@@ -128,11 +138,11 @@ __global__ void __launch_bounds__(32 * kTileWarps, 3)
     const int64_t base[2] = {gate.panels + group * gate.row_group, up.panels + group * up.row_group};
     TileProduct<T, 2> product(tile, base, gate, stages, panels, shared);
     product.begin();
-    read_places(step, tile, places);
     if (tile.fill && group == 0) copy_tail(step.residents, tile);
+    if (tile.host) return product.keep();
+    read_places(step, tile, places);
     product.run(places,
                 [&](uint8_t *target, int place, int chunk) { stage_input<T>(target, step, place, gate, chunk, lane); });
-    if (tile.host) return;
     for (int t = warp; t < tile.count; t += warps)
         write_hidden(step, gate, up, tile.record, places[t], group, shared.total[t * 32 + lane],
                      shared.total[(kMostDecodeTokens + t) * 32 + lane]);
@@ -166,11 +176,11 @@ __global__ void __launch_bounds__(32 * kTileWarps, 3)
     if (!empty) product.begin();
     if (is_up) wait();
     if (empty) return;
-    read_places(step, tile, places);
     if (tile.fill && group == 0 && !is_up) copy_tail(step.residents, tile);
+    if (tile.host) return product.keep();
+    read_places(step, tile, places);
     product.run(places,
                 [&](uint8_t *target, int place, int chunk) { stage_input<T>(target, step, place, part, chunk, lane); });
-    if (tile.host) return;
     for (int t = warp; t < tile.count; t += warps) {
         const int64_t place = places[t];
         float row = 0.0f;  // as the padding of the last panel, which enters no sum
@@ -214,12 +224,17 @@ __global__ void __launch_bounds__(32 * kTileWarps, 3)
     wait_for_kernels_in_front();
     let_the_next_kernel_start();
     if (empty) return;
+    if (tile.host) {
+        product.keep();
+        if (warp == 0 && lane == 0) note_ready(step.bell);
+        return;
+    }
     read_places(step, tile, places);
     product.run(places, [&](uint8_t *target, int place, int chunk) {
         stage_hidden<T>(target, step, place, down, chunk, lane);
     });
     if (warp == 0 && lane == 0) note_ready(step.bell);
-    if (tile.host || r >= down.rows) return;
+    if (r >= down.rows) return;
     for (int t = warp; t < tile.count; t += warps)
         step.rows[places[t] * down.rows + r] =
             finish_row(shared.total[t * 32 + lane], tile.record, down.scale, down.bias, r);

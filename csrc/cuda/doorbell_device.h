@@ -146,10 +146,11 @@ __device__ __forceinline__ void store_piece(const QuantisedFour &made, int lane,
                                                                                         : static_cast<uint32_t>(other);
 }
 
-// Asks the CPU for the rows of the places that `wants` names (an expert, or -1). By all threads of the block that keeps
-// the books. Places are listed in rising order. columns: of gate.
-template <class Wants>
-__device__ __forceinline__ void post(const Step &step, int64_t columns, bool quantised, const Wants &wants) {
+// Asks the CPU for the rows of the places (expert ids[p]) whose experts `host` marks. By all threads of the block that
+// keeps the books. Places are listed in rising order. columns: of gate. Not inlined: it would take registers from steps
+// that ask nobody.
+__device__ __noinline__ void post(const Step &step, int64_t columns, bool quantised, const int *ids,
+                                  const uint8_t *host) {
     const Bell &bell = step.bell;
     __shared__ int listed;
     __shared__ uint32_t tokens_asked[kMostDecodePlaces / 32];  // bits, by activation row
@@ -163,7 +164,7 @@ __device__ __forceinline__ void post(const Step &step, int64_t columns, bool qua
     if (thread < 32) {
         int count = 0;
         for (int base = 0; base < places; base += 32) {
-            const int p = base + lane, expert = p < places ? wants(p) : -1;
+            const int p = base + lane, id = p < places ? ids[p] : -1, expert = id >= 0 && host[id] ? id : -1;
             const unsigned asked = __ballot_sync(~0u, expert >= 0);
             if (expert >= 0) {
                 bell.hosted[count + __popc(asked & ((1u << lane) - 1))] = p;

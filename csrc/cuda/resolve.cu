@@ -25,7 +25,8 @@ __device__ void quantise_rows(const Step &step, int64_t elements) {
         store_block(quantise(widen(step.x, step.x_dtype, block * kBlockColumns + lane)), lane, step.input + block);
 }
 
-__global__ void __launch_bounds__(kThreads) resolve_kernel(const Step step, const ResolveArguments a) {
+__global__ void __launch_bounds__(kThreads)
+    resolve_kernel(const __grid_constant__ Step step, const ResolveArguments a) {
     wait_for_kernels_in_front();
     let_the_next_kernel_start();
     if (blockIdx.x > 0) return quantise_rows(step, a.row_elements);

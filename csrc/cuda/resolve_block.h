@@ -246,18 +246,6 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     const bool divides = step.bell.state && step.bell.divides;
     const int placed_valid = single ? hits + misses : placed;
     int hosted_misses = 0, hosted = 0;
-    // The CPU computes the last ones of the order in which the missing come in, and is told as soon as that is known.
-    const auto ask = [&](const int *order) {
-        hosted_misses = records_for_host(step, outlook, misses, hits + misses, placed_valid, tick);
-        hosted = hosted_misses + (outlook.all_host ? hits : 0);
-        if (hosted == 0) return post_nothing(step.bell);
-        for (int i = misses - hosted_misses + thread; i < misses; i += threads) host[order[i]] = 1;
-        if (outlook.all_host)
-            for (int e = thread; e < experts; e += threads) host[e] = count[e] > 0;
-        __syncthreads();
-        post(step, a.columns, a.quantised, [&](int p) { return id[p] >= 0 && host[id[p]] ? id[p] : -1; });
-    };
-    if (!divides) ask(missing);
     const bool counting = policy::counts(p),
                all_change = p.kind == MOEPOOL_POLICY_SLRU || p.kind == MOEPOOL_POLICY_REELECT;
     uint32_t epoch = 0, election = 0;
@@ -283,7 +271,19 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         rank_misses(p, books, misses, epoch);
         ranked = books.ranked;
     }
-    if (divides) ask(ranked);
+    if (step.bell.state) {
+        // The CPU computes the last ones of the order in which the missing come in, and is told at once.
+        hosted_misses = records_for_host(step, outlook, misses, hits + misses, placed_valid, tick);
+        hosted = hosted_misses + (outlook.all_host ? hits : 0);
+        for (int i = misses - hosted_misses + thread; i < misses; i += threads) host[ranked[i]] = 1;
+        if (outlook.all_host)
+            for (int e = thread; e < experts; e += threads) host[e] = count[e] > 0;
+        __syncthreads();
+        if (hosted > 0)
+            post(step, a.columns, a.quantised, id, host);
+        else
+            post_nothing(step.bell);
+    }
     if (advances && p.kind != MOEPOOL_POLICY_STATIC && misses > 0) {
         // A slot's rank among the victims, in rising (worth, slot): the law's order.
         int available = 0;
