@@ -255,7 +255,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         if (outlook.all_host)
             for (int e = thread; e < experts; e += threads) host[e] = count[e] > 0;
         __syncthreads();
-        post(step, a.columns, a.quantised, [&](int p) { return id[p] >= 0 && host[id[p]] ? id[p] : -1; });
+        post(step, a.columns, a.quantised, a.floats, [&](int p) { return id[p] >= 0 && host[id[p]] ? id[p] : -1; });
     };
     if (!divides) ask(missing);
     const bool counting = policy::counts(p),

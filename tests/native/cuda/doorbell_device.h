@@ -21,7 +21,7 @@ inline int records_for_host(const Step &step, const Outlook &outlook, int missin
     return !step.bell.divides || outlook.all_host ? missing : step.bell.state->share % (missing + 1);
 }
 template <class Wants>
-void post(const Step &step, int64_t, bool, const Wants &wants) {
+void post(const Step &step, int64_t, bool, bool, const Wants &wants) {
     if (threadIdx.x || threadIdx.y) return;
     step.bell.state->asked.clear();
     for (int p = 0; p < step.tokens * step.k; ++p) step.bell.state->asked.push_back(wants(p));
