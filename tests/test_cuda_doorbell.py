@@ -25,6 +25,7 @@ from tests.test_cuda_decode import (
     SMALL,
     Step,
     assert_in_step,
+    hidden_of,
     layer_of_types,
     recorded,
     steps_of,
@@ -56,13 +57,17 @@ def layer() -> moepool.Layer:
 
 # -------------------------------------------------------------------------------------------------- the bytes
 
-PAIRS = [
-    ("q4_k", "q4_k"),
-    ("q8_0", "f32"),
-    ("bf16", "mxfp4"),
-    ("f32", "q6_k"),
-    ("iq4_nl", "q3_k"),
-    ("q2_k", "q2_k"),
+TRIPLES = [  # gate, up, down
+    ("q4_k", "q4_k", "q4_k"),
+    ("q8_0", "q8_0", "f32"),
+    ("bf16", "bf16", "mxfp4"),
+    ("f32", "f32", "q6_k"),
+    ("iq4_nl", "iq4_nl", "q3_k"),
+    ("q2_k", "q2_k", "q2_k"),
+    ("q4_k", "q6_k", "q8_0"),
+    ("f16", "bf16", "q5_0"),
+    ("q8_0", "f32", "q4_k"),  # the CPU is given activations in both forms
+    ("bf16", "q3_k", "f16"),
 ]
 SERVING: tuple[tuple[int, dict[str, Any]], ...] = (
     (0, {"miss": "host"}),
@@ -118,12 +123,12 @@ def follow(
         assert ours.misses == 0 or ours.host_bytes > 0
 
 
-@pytest.mark.parametrize(("gate", "down"), PAIRS)
-def test_every_step_is_the_cpus(gate: str, down: str, cupy: Any) -> None:
-    layer = layer_of_types(gate, down)
-    steps = steps_of(SIZES[cases.LAYOUTS[gate].block][0])
+@pytest.mark.parametrize(("gate", "up", "down"), TRIPLES)
+def test_every_step_is_the_cpus(gate: str, up: str, down: str, cupy: Any) -> None:
+    layer = layer_of_types(gate, down, up)
+    steps = steps_of(hidden_of(gate, up))
     for slots, options in SERVING:
-        follow(cupy, layer, steps, slots, options, f"{gate} and {down}")
+        follow(cupy, layer, steps, slots, options, f"{gate}, {up} and {down}")
 
 
 @pytest.mark.parametrize("miss", ["host", "auto"])

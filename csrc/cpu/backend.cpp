@@ -277,13 +277,19 @@ struct Requested {
     int64_t base() const { return 0; }
 };
 struct RequestedRows {
-    const uint8_t *input;
-    int64_t columns;
-    bool quantised;
+    const float *x = nullptr;            // NULL: neither gate nor up is of floats
+    const ActivationChunk *q = nullptr;  // NULL: neither is quantised
+    const int64_t columns, chunks;
+    RequestedRows(const uint8_t *input, int64_t rows, const Matrix &gate, const Matrix &up)
+        : columns(gate.columns), chunks((columns + kChunkColumns - 1) / kChunkColumns) {
+        if (is_quantised(gate) || is_quantised(up)) {
+            q = reinterpret_cast<const ActivationChunk *>(input);
+            input += rows * chunks * static_cast<int64_t>(sizeof(ActivationChunk));
+        }
+        if (!is_quantised(gate) || !is_quantised(up)) x = reinterpret_cast<const float *>(input);
+    }
     Activation operator[](int64_t row) const {
-        const int64_t chunks = (columns + kChunkColumns - 1) / kChunkColumns;
-        return quantised ? Activation{nullptr, reinterpret_cast<const ActivationChunk *>(input) + row * chunks}
-                         : Activation{reinterpret_cast<const float *>(input) + row * columns, nullptr};
+        return {x ? x + row * columns : nullptr, q ? q + row * chunks : nullptr};
     }
 };
 
@@ -304,9 +310,9 @@ void cpu_answer(const Layer &layer, const doorbell::Work &work) {
             groups.push_back({expert, -1, layer.record(expert), static_cast<int64_t>(i), 0});
         ++groups.back().count;
     }
-    const Matrix &gate = layer.matrices()[0];
-    chain(Requested{order, places}, groups, layer.matrices(),
-          RequestedRows{work.input, gate.columns, is_quantised(gate)}, work.per_row, work.rows);
+    const RequestedRows input(work.input, (places + work.per_row - 1) / work.per_row, layer.matrices()[0],
+                              layer.matrices()[1]);
+    chain(Requested{order, places}, groups, layer.matrices(), input, work.per_row, work.rows);
 }
 
 }  // namespace moepool

@@ -197,7 +197,8 @@ void Decoder::run(const moepool_ids &ids, const moepool_rows &x, const void *wei
     arguments.bad_id = bad_id_.get();
     arguments.row_elements = any_quantised(layer_) ? places / step.x_per_row * gate.columns : 0;
     arguments.columns = gate.columns;
-    arguments.quantised = gate.quantised();
+    arguments.quantised = any_quantised(layer_);
+    arguments.floats = !gate.quantised() || !up.quantised();
     // A step that stops half way has changed the books but not the slots.
     whole_ = false;
     if (!step.single) resolve(step, arguments, stream);

@@ -31,9 +31,13 @@ void free_mapped(void *memory) {
 // A node of a graph: no call into the runtime from here on.
 void CUDART_CB answer_request(void *channel) { static_cast<doorbell::Channel *>(channel)->serve(); }
 
-int64_t input_bytes(const Matrix &gate) {
+// Of an activation row, in the forms that gate and up want.
+int64_t input_bytes(const Matrix &gate, const Matrix &up) {
     const int64_t chunks = (gate.columns + kChunkColumns - 1) / kChunkColumns;
-    return gate.quantised() ? chunks * static_cast<int64_t>(sizeof(ActivationChunk)) : gate.columns * 4;
+    int64_t bytes = 0;
+    if (gate.quantised() || up.quantised()) bytes += chunks * static_cast<int64_t>(sizeof(ActivationChunk));
+    if (!gate.quantised() || !up.quantised()) bytes += gate.columns * 4;
+    return bytes;
 }
 
 }  // namespace
@@ -64,7 +68,7 @@ Doorbell::Doorbell(const Layer &layer, std::shared_ptr<const void> keep, bool di
 Doorbell::~Doorbell() { doorbell::Channel::close(std::move(channel_)); }
 
 int Doorbell::add_buffer(int64_t places) {
-    return channel_->add_buffer(places, places * input_bytes(layer_.matrices()[0]));
+    return channel_->add_buffer(places, places * input_bytes(layer_.matrices()[0], layer_.matrices()[1]));
 }
 
 Bell Doorbell::bell(int buffer, int32_t *hosted) const {

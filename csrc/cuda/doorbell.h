@@ -77,12 +77,6 @@ class Doorbell {
     Doorbell(const Doorbell &) = delete;
     Doorbell &operator=(const Doorbell &) = delete;
 
-    // Whether the device can ask for what misses are left to the CPU: a request holds activations of one form.
-    static bool serves(const Layer &layer, moepool_miss miss) {
-        const std::vector<Matrix> &m = layer.matrices();
-        return miss == MOEPOOL_MISS_STREAM || m[0].quantised() == m[1].quantised();
-    }
-
     // For steps of up to so many places: the index of a buffer.
     int add_buffer(int64_t places);
     Bell bell(int buffer, int32_t *hosted) const;

@@ -149,7 +149,7 @@ __device__ __forceinline__ void store_piece(const QuantisedFour &made, int lane,
 // Asks the CPU for the rows of the places (expert ids[p]) whose experts `host` marks. By all threads of the block that
 // keeps the books. Places are listed in rising order. columns: of gate. Not inlined: it would take registers from steps
 // that ask nobody.
-__device__ __noinline__ void post(const Step &step, int64_t columns, bool quantised, const int *ids,
+__device__ __noinline__ void post(const Step &step, int64_t columns, bool quantised, bool floats, const int *ids,
                                   const uint8_t *host) {
     const Bell &bell = step.bell;
     __shared__ int listed;
@@ -179,8 +179,8 @@ __device__ __noinline__ void post(const Step &step, int64_t columns, bool quanti
     if (!single) __syncthreads();
     if (ring) {
         const auto is_asked = [&](int64_t row) { return single || tokens_asked[row / 32] >> row % 32 & 1; };
+        const int64_t pieces = (columns + kPieceColumns - 1) / kPieceColumns, chunks = (pieces + 1) / 2;
         if (quantised) {
-            const int64_t pieces = (columns + kPieceColumns - 1) / kPieceColumns, chunks = (pieces + 1) / 2;
             auto *input = reinterpret_cast<ActivationChunk *>(bell.input);
             constexpr int kFlight = 2;  // pieces whose floats are loaded at once
             for (int64_t unit = warp; unit < rows * pieces; unit += kFlight * warps) {
@@ -201,8 +201,10 @@ __device__ __noinline__ void post(const Step &step, int64_t columns, bool quanti
                         store_piece(quantise_four(value[j]), lane, at % pieces, columns, input + row * chunks);
                 }
             }
-        } else {
-            auto *input = reinterpret_cast<float *>(bell.input);
+        }
+        if (floats) {
+            auto *input = reinterpret_cast<float *>(
+                bell.input + (quantised ? rows * chunks * static_cast<int64_t>(sizeof(ActivationChunk)) : 0));
             for (int64_t i = thread; i < rows * columns; i += threads)
                 if (is_asked(i / columns)) input[i] = widen(step.x, step.x_dtype, i);
         }

@@ -36,7 +36,7 @@ struct ResolveArguments {
     DeviceSteps::BadId *bad_id;  // in host memory
     int64_t row_elements;        // of step.x, to be quantised into step.input; 0: not wanted
     int64_t columns;             // of gate
-    bool quantised;              // gate
+    bool quantised, floats;      // gate or up is so
 };
 
 // Takes a step: residency, counts, and the step's tables. If it is single, that is part of gate/up.

@@ -280,7 +280,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
             for (int e = thread; e < experts; e += threads) host[e] = count[e] > 0;
         __syncthreads();
         if (hosted > 0)
-            post(step, a.columns, a.quantised, id, host);
+            post(step, a.columns, a.quantised, a.floats, id, host);
         else
             post_nothing(step.bell);
     }

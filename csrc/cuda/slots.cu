@@ -155,7 +155,7 @@ DeviceSteps *CudaSlots::device_steps(const PolicyConfig &policy, int admit, moep
                                      const std::shared_ptr<const void> &keep) {
     if (decoder_ || Decoder::refuses(layer_, most_)) return decoder_.get();
     if (!pinning_.pinned(layer_.record(layer_.experts() - 1))) return nullptr;
-    if (no_decoder_ || !Doorbell::serves(layer_, miss)) return nullptr;
+    if (no_decoder_) return nullptr;
     const OnDevice on(device_);
     try {
         std::vector<const uint8_t *> records;

@@ -109,8 +109,8 @@ const Backend &cpu_backend();
 // down), +0 in the other places. Host memory.
 void cpu_cold_chain(const Route &route, const moepool_rows &x, float *out);
 
-// The same chain for a request of a device, whose gate and up are of one type. The input is rows of ActivationChunk, or
-// of float32 if that type is one of floats. Rows of places that want no expert are not written.
+// The same chain for a request of a device. The input is rows of ActivationChunk if gate or up is quantised, then rows
+// of float32 if one is of floats. Rows of places that want no expert are not written.
 void cpu_answer(const Layer &layer, const doorbell::Work &work);
 
 }  // namespace moepool

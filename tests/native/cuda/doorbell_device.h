@@ -20,11 +20,11 @@ inline int records_for_host(const Step &step, const Outlook &outlook, int missin
     if (!step.bell.state) return 0;
     return !step.bell.divides || outlook.all_host ? missing : step.bell.state->share % (missing + 1);
 }
-template <class Wants>
-void post(const Step &step, int64_t, bool, const Wants &wants) {
+inline void post(const Step &step, int64_t, bool, bool, const int *ids, const uint8_t *host) {
     if (threadIdx.x || threadIdx.y) return;
     step.bell.state->asked.clear();
-    for (int p = 0; p < step.tokens * step.k; ++p) step.bell.state->asked.push_back(wants(p));
+    for (int p = 0; p < step.tokens * step.k; ++p)
+        step.bell.state->asked.push_back(ids[p] >= 0 && host[ids[p]] ? ids[p] : -1);
 }
 inline void post_nothing(const Bell &bell) {
     if (bell.state) bell.state->asked.clear();
