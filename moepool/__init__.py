@@ -54,6 +54,7 @@ from moepool.ops import add, combine, matmul_id, swiglu
 from moepool.policy import Policy
 from moepool.pool import Pool, PoolMatrix, PoolStats, Route
 from moepool.store import ExpertStore, Layer, MatrixInfo
+from moepool.trace import Trace, TraceInfo, TraceModel, TraceRecorder, trace_model
 
 __all__ = [
     "ArgumentError",
@@ -77,6 +78,10 @@ __all__ = [
     "QuantType",
     "Route",
     "StateError",
+    "Trace",
+    "TraceInfo",
+    "TraceModel",
+    "TraceRecorder",
     "UnsupportedError",
     "__version__",
     "add",
@@ -92,6 +97,7 @@ __all__ = [
     "set_pinned_limit",
     "set_threads",
     "swiglu",
+    "trace_model",
     "use_cpu_kernel",
 ]
 

@@ -1,22 +1,30 @@
-"""The command line: `moepool generate | perplexity | info | doctor | demo`."""
+"""The command line: `moepool generate | perplexity | info | doctor | demo | trace`."""
 
 from __future__ import annotations
 
 import errno
 import importlib.util
-import json
-import os
 import warnings
-from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import indent
-from typing import Any, Literal, TextIO, TypeVar
+from typing import Any, Literal, TextIO
 
 import click
 
 import moepool
+from moepool.cli_trace import trace_group
 from moepool.errors import ArgumentError, MoePoolError, MoePoolWarning
+from moepool.options import (
+    FILE,
+    MODEL,
+    OUTPUT,
+    json_option,
+    placement_options,
+    trace_option,
+    writable,
+    write_json,
+)
 from moepool.runner.demo import run_demo
 from moepool.runner.devices import (
     CUPY_REMEDY,
@@ -28,13 +36,11 @@ from moepool.runner.devices import (
 )
 from moepool.runner.generate import Generation, Sampling, generate
 from moepool.runner.info import ModelInfo
-from moepool.runner.model import Checkpoint, Placement, bundled_model
+from moepool.runner.model import Checkpoint, Placement
 from moepool.runner.perplexity import Perplexity, perplexity
 from moepool.runner.profile import RoutingProfile
 from moepool.runner.table import format_table
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-_P = TypeVar("_P", str, Path, None)
+from moepool.trace import TraceRecorder, trace_model
 
 
 class _Commands(click.Group):
@@ -65,91 +71,6 @@ def _show_warning(
     click.echo(f"Warning: {message}", err=True)
 
 
-class _ModelPath(click.Path):
-    """A GGUF file, or the name of the bundled model."""
-
-    name = "model"
-
-    def __init__(self) -> None:
-        super().__init__(exists=True, dir_okay=False, path_type=Path)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return bundled_model() if value == "tiny-moe" else super().convert(value, param, ctx)
-
-
-_MODEL = _ModelPath()
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-_OUTPUT = click.Path(dir_okay=False, path_type=Path)
-
-
-def _placement_options(command: _F) -> _F:
-    """The options that say where experts live and what else computes; only `--dense` changes the output."""
-    for option in reversed(
-        (
-            click.option(
-                "--slots", type=click.IntRange(0), default=0, show_default=True, help="Slots of each layer."
-            ),
-            click.option(
-                "--policy",
-                type=click.Choice(["lru", "static"]),
-                default="lru",
-                show_default=True,
-                help="Which experts hold the slots: those used last, or a fixed set.",
-            ),
-            click.option(
-                "--miss",
-                type=click.Choice(["stream", "host"]),
-                default="stream",
-                show_default=True,
-                help="Who computes an expert without a slot: the device or the CPU.",
-            ),
-            click.option("--device", default="cpu", show_default=True, help="cpu or cuda:N."),
-            click.option(
-                "--dense",
-                type=click.Choice(["numpy", "cupy"]),
-                default="numpy",
-                show_default=True,
-                help="What computes all but the experts: NumPy on the CPU, or CuPy on the device. Logits of "
-                "CuPy differ from NumPy's in their last bits.",
-            ),
-            click.option(
-                "--hot",
-                type=_FILE,
-                help="Routing profile (CSV of `generate --profile`) that chooses the fixed set.",
-            ),
-            click.option(
-                "--threads", type=click.IntRange(1), help="CPU threads of the experts [default: all]."
-            ),
-        )
-    ):
-        command = option(command)
-    return command
-
-
-def _writable(ctx: click.Context, param: click.Parameter, value: _P) -> _P:
-    """Refuses before a run, which may be long, what could not be written after it."""
-    if value is None or value == "-":
-        return value
-    path = Path(value)
-    if path.is_dir():
-        raise click.BadParameter(f"{path} is a directory", ctx, param)
-    if not path.parent.is_dir():
-        raise click.BadParameter(f"there is no directory {path.parent}", ctx, param)
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise click.BadParameter(f"{path} cannot be written", ctx, param)
-    return value
-
-
-def _json_option(command: _F) -> _F:
-    return click.option(
-        "--json",
-        "json_path",
-        metavar="FILE",
-        callback=_writable,
-        help="Write the result as JSON; - for standard output.",
-    )(command)
-
-
 def _placement(
     checkpoint: Checkpoint,
     slots: int,
@@ -165,14 +86,6 @@ def _placement(
     config = checkpoint.config
     profile = RoutingProfile.load(hot, config.layers, config.experts)
     return Placement(slots, policy, miss, device, profile.hottest(slots))
-
-
-def _write_json(path: str, result: dict[str, Any]) -> None:
-    text = json.dumps(result, indent=2, ensure_ascii=False, default=str) + "\n"
-    if path == "-":
-        click.echo(text, nl=False)
-    else:
-        Path(path).write_text(text, encoding="utf-8")
 
 
 def _run_facts(model: Path, placement: Placement, dense: Dense) -> dict[str, Any]:
@@ -201,12 +114,12 @@ def main() -> None:
 
 
 @main.command("generate")
-@click.argument("model", type=_MODEL)
+@click.argument("model", type=MODEL)
 @click.option("-p", "--prompt", required=True, help="Text to continue.")
 @click.option(
     "-n", "--tokens", "n", type=click.IntRange(1), default=64, show_default=True, help="Tokens to generate."
 )
-@_placement_options
+@placement_options
 @click.option(
     "--temperature", type=float, default=0.0, show_default=True, help="0: always the most probable token."
 )
@@ -217,9 +130,10 @@ def main() -> None:
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random numbers.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-text token.")
 @click.option(
-    "--profile", type=_OUTPUT, callback=_writable, help="Write how often each expert was wanted, as CSV."
+    "--profile", type=OUTPUT, callback=writable, help="Write how often each expert was wanted, as CSV."
 )
-@_json_option
+@trace_option
+@json_option
 def generate_command(
     model: Path,
     prompt: str,
@@ -232,6 +146,7 @@ def generate_command(
     seed: int,
     ignore_eos: bool,
     profile: Path | None,
+    trace_path: Path | None,
     json_path: str | None,
     **where: Any,
 ) -> None:
@@ -244,6 +159,7 @@ def generate_command(
         counts = (
             None if profile is None else RoutingProfile(checkpoint.config.layers, checkpoint.config.experts)
         )
+        recorder = None if trace_path is None else TraceRecorder(trace_model(model))
         with checkpoint.model(placement) as runner:
             result = generate(
                 runner,
@@ -254,15 +170,18 @@ def generate_command(
                 stop_at_eos=not ignore_eos,
                 on_text=None if json_path == "-" else lambda piece: click.echo(piece, nl=False),
                 profile=counts,
+                trace=recorder,
             )
     if json_path != "-":
         click.echo()
         click.echo(_generation_line(result), err=True)
     if profile is not None and counts is not None:
         counts.save(profile)
+    if trace_path is not None and recorder is not None:
+        recorder.trace().save(trace_path)
     if json_path is not None:
         facts = _run_facts(model, placement, dense) | {"prompt": prompt, "sampling": asdict(sampling)}
-        _write_json(json_path, facts | asdict(result) | {"tokens_per_second": result.tokens_per_second})
+        write_json(json_path, facts | asdict(result) | {"tokens_per_second": result.tokens_per_second})
 
 
 def _generation_line(result: Generation) -> str:
@@ -275,13 +194,14 @@ def _generation_line(result: Generation) -> str:
 
 
 @main.command("perplexity")
-@click.argument("model", type=_MODEL)
-@click.argument("text", type=_FILE)
+@click.argument("model", type=MODEL)
+@click.argument("text", type=FILE)
 @click.option("--context", type=int, default=512, show_default=True, help="Tokens of a window.")
 @click.option("--windows", type=click.IntRange(1), help="Only the first N windows.")
 @click.option("--batch", type=click.IntRange(1), help="Tokens of a forward pass [default: a window].")
-@_placement_options
-@_json_option
+@placement_options
+@trace_option
+@json_option
 def perplexity_command(
     model: Path,
     text: Path,
@@ -290,6 +210,7 @@ def perplexity_command(
     batch: int | None,
     threads: int | None,
     dense: Dense,
+    trace_path: Path | None,
     json_path: str | None,
     **where: Any,
 ) -> None:
@@ -302,8 +223,20 @@ def perplexity_command(
         moepool.set_threads(threads)
     with Checkpoint(model, xp=dense_module(dense, where["device"])) as checkpoint:
         placement = _placement(checkpoint, **where)
+        recorder = None if trace_path is None else TraceRecorder(trace_model(model))
         with checkpoint.model(placement) as runner:
-            result = perplexity(runner, checkpoint.tokenizer, content, context, windows, batch, progress=True)
+            result = perplexity(
+                runner,
+                checkpoint.tokenizer,
+                content,
+                context,
+                windows,
+                batch,
+                progress=True,
+                trace=recorder,
+            )
+    if trace_path is not None and recorder is not None:
+        recorder.trace().save(trace_path)
     if json_path != "-":
         click.echo(_perplexity_line(result))
     if json_path is not None:
@@ -312,7 +245,7 @@ def perplexity_command(
             "context": context,
             "batch": batch or context,
         }
-        _write_json(json_path, facts | asdict(result))
+        write_json(json_path, facts | asdict(result))
 
 
 def _perplexity_line(result: Perplexity) -> str:
@@ -324,8 +257,8 @@ def _perplexity_line(result: Perplexity) -> str:
 
 
 @main.command("info")
-@click.argument("model", type=_MODEL)
-@_json_option
+@click.argument("model", type=MODEL)
+@json_option
 def info_command(model: Path, json_path: str | None) -> None:
     """Layers, experts and their types, and what slots cost. Any architecture with experts."""
     info = ModelInfo.from_gguf(model)
@@ -335,7 +268,7 @@ def info_command(model: Path, json_path: str | None) -> None:
             "slot_costs": info.slot_costs(),
             "not_computed": info.not_computed,
         }
-        _write_json(json_path, {"model": str(model)} | asdict(info) | slots)
+        write_json(json_path, {"model": str(model)} | asdict(info) | slots)
     if json_path == "-":
         return
     first = info.layers[0]
@@ -370,7 +303,7 @@ def info_command(model: Path, json_path: str | None) -> None:
 
 
 @main.command("doctor")
-@_json_option
+@json_option
 def doctor_command(json_path: str | None) -> None:
     """What this build and this machine offer."""
     devices, build, kernels = available_devices(), moepool.build_info(), moepool.cpu_kernels()
@@ -385,7 +318,7 @@ def doctor_command(json_path: str | None) -> None:
             "threads": moepool.get_threads(),
             "build": build,
         }
-        _write_json(json_path, report)
+        write_json(json_path, report)
     if json_path == "-":
         return
     click.echo(f"moepool {moepool.__version__}, {moepool.get_threads()} CPU threads")
@@ -436,12 +369,12 @@ def _demo_devices() -> list[str]:
 
 
 @main.command("demo")
-@click.option("--model", type=_MODEL, default="tiny-moe", show_default=True, help="Another GGUF file.")
+@click.option("--model", type=MODEL, default="tiny-moe", show_default=True, help="Another GGUF file.")
 @click.option(
     "-n", "--tokens", "n", type=click.IntRange(1), default=48, show_default=True, help="Tokens of each row."
 )
 @click.option("--device", "only", multiple=True, help="Only this device; may be given again [default: all].")
-@_json_option
+@json_option
 @click.pass_context
 def demo_command(
     ctx: click.Context, model: Path, n: int, only: tuple[str, ...], json_path: str | None
@@ -451,7 +384,7 @@ def demo_command(
     with Checkpoint(model) as checkpoint:
         comparison = run_demo(checkpoint, devices, n, progress=True)
     if json_path is not None:
-        _write_json(json_path, {"model": str(model)} | comparison.as_dict())
+        write_json(json_path, {"model": str(model)} | comparison.as_dict())
     if json_path != "-":
         click.echo(f"{checkpoint.config.name}, {n} tokens after {comparison.prompt!r}:")
         click.echo(indent(comparison.rows[0].generation.text, "    "))
@@ -461,3 +394,6 @@ def demo_command(
         click.echo(comparison.verdict())
     if comparison.different:
         ctx.exit(1)
+
+
+main.add_command(trace_group)
