@@ -53,11 +53,13 @@ from moepool.memory import Memory, memory
 from moepool.ops import add, combine, matmul_id, swiglu
 from moepool.policy import Policy
 from moepool.pool import Pool, PoolMatrix, PoolStats, Route
+from moepool.simulate import Chooser, Simulation, SimulationRun, simulate
 from moepool.store import ExpertStore, Layer, MatrixInfo
 from moepool.trace import Trace, TraceInfo, TraceModel, TraceRecorder, trace_model
 
 __all__ = [
     "ArgumentError",
+    "Chooser",
     "CudaError",
     "DtypeError",
     "ExpertFFN",
@@ -77,6 +79,8 @@ __all__ = [
     "PoolStats",
     "QuantType",
     "Route",
+    "Simulation",
+    "SimulationRun",
     "StateError",
     "Trace",
     "TraceInfo",
@@ -96,6 +100,7 @@ __all__ = [
     "quant_types",
     "set_pinned_limit",
     "set_threads",
+    "simulate",
     "swiglu",
     "trace_model",
     "use_cpu_kernel",

@@ -24,8 +24,8 @@ namespace {
 template <class T>
 using Array = py::array_t<T, py::array::c_style | py::array::forcecast>;
 
-struct PyChooser : Chooser, py::trampoline_self_life_support {
-    void begin(int experts, int slots) override { PYBIND11_OVERRIDE_PURE(void, Chooser, begin, experts, slots); }
+struct PyChooser : Chooser {
+    void begin(int experts, int slots) override { PYBIND11_OVERRIDE(void, Chooser, begin, experts, slots); }
     std::vector<Choice> choose(int64_t tick, const std::vector<int> &wanted, const std::vector<int> &missing,
                                const std::vector<int> &expert_in) override {
         const py::function override = py::get_override(static_cast<const Chooser *>(this), "choose");
@@ -45,13 +45,12 @@ struct Run {
 
 PolicyConfig policy_of(const py::dict &options) {
     PolicyConfig p;
-    p.kind = static_cast<moepool_policy>(options["kind"].cast<int>());
+    p.kind = options["policy"].cast<moepool_policy>();
     p.guard = options["guard"].cast<bool>();
     p.half_life = options["half_life"].cast<int>();
     p.weight = options["weight"].cast<int>();
     p.period = options["period"].cast<int>();
     p.protected_percent = options["protected_percent"].cast<int>();
-    p.pinned = options["pinned"].cast<int>();
     return p;
 }
 
@@ -80,6 +79,8 @@ class Replay {
         for (size_t i = 0; i < steps_.size(); ++i) {
             Setting setting{slots.at(i), admit, policy_of(options), {}};
             if (!hot.empty()) setting.hot = hot.at(i);
+            if (setting.policy.kind == MOEPOOL_POLICY_PINNED)
+                setting.policy.pinned = static_cast<int>(setting.hot.size());
             run.layers.push_back(std::move(setting));
         }
         return run;
@@ -199,8 +200,9 @@ class Replay {
 PYBIND11_MODULE(_sim, m) {
     using namespace moepool::sim;
     m.doc() = "The residency law without weights. See moepool.simulate.";
+    py::register_exception<BadChoice>(m, "ChoiceError", PyExc_ValueError);
     py::class_<Run>(m, "Run");
-    py::class_<Chooser, PyChooser, py::smart_holder>(m, "Policy")
+    py::class_<Chooser, PyChooser>(m, "Chooser")
         .def(py::init<>())
         .def("begin", &Chooser::begin, py::arg("experts"), py::arg("slots"));
     py::class_<Replay>(m, "Replay")

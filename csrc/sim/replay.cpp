@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <limits>
 #include <numeric>
-#include <stdexcept>
 #include <string>
 
 namespace moepool::sim {
@@ -170,9 +169,8 @@ Counts replay_chosen(const Steps &steps, int slots, Chooser &chooser) {
         std::fill(fresh.begin(), fresh.end(), uint8_t{0});
         for (const Chooser::Choice &choice : chooser.choose(step.tick, wanted, missing, expert_in)) {
             const auto fail = [&](const char *why) {
-                throw std::invalid_argument("step " + std::to_string(step.tick) + ": expert " +
-                                            std::to_string(choice.expert) + " to slot " + std::to_string(choice.slot) +
-                                            ": " + why);
+                throw BadChoice("step " + std::to_string(step.tick) + ": expert " + std::to_string(choice.expert) +
+                                " to slot " + std::to_string(choice.slot) + ": " + why);
             };
             if (!std::binary_search(missing.begin(), missing.end(), choice.expert)) fail("it is not missing");
             if (residency.slot_of(choice.expert) >= 0) fail("it is chosen twice");

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <stdexcept>
 #include <vector>
 
 #include "pool/residency.h"
@@ -54,13 +55,17 @@ class Chooser {
         int expert, slot;
     };
     virtual ~Chooser() = default;
-    virtual void begin(int experts, int slots) = 0;
+    virtual void begin(int, int) {}  // experts and slots of a layer, before its first step
     // Called for every step that does not bypass, whether or not it misses.
     virtual std::vector<Choice> choose(int64_t tick, const std::vector<int> &wanted, const std::vector<int> &missing,
                                        const std::vector<int> &expert_in) = 0;
 };
 
-// Fails with std::invalid_argument where a choice breaks the law.
+// A choice that breaks the law.
+struct BadChoice : std::invalid_argument {
+    using std::invalid_argument::invalid_argument;
+};
+
 Counts replay_chosen(const Steps &steps, int slots, Chooser &chooser);
 
 // histogram[d]: how many uses in decode steps were of an expert such that d others had been used since its use before;
