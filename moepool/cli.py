@@ -1,4 +1,4 @@
-"""The command line: `moepool generate | perplexity | info | doctor | demo | trace`."""
+"""The command line: `moepool generate | perplexity | info | doctor | demo | trace | simulate`."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any, Literal, TextIO
 import click
 
 import moepool
+from moepool.cli_simulate import simulate_command
 from moepool.cli_trace import trace_group
 from moepool.errors import ArgumentError, MoePoolError, MoePoolWarning
 from moepool.options import (
@@ -25,6 +26,7 @@ from moepool.options import (
     writable,
     write_json,
 )
+from moepool.rates import Rates, measure_rates, rates_path
 from moepool.runner.demo import run_demo
 from moepool.runner.devices import (
     CUPY_REMEDY,
@@ -303,9 +305,15 @@ def info_command(model: Path, json_path: str | None) -> None:
 
 
 @main.command("doctor")
+@click.option(
+    "--measure",
+    is_flag=True,
+    help="Measure how fast experts are read, for a few seconds, and keep it for `simulate` and `plan`.",
+)
 @json_option
-def doctor_command(json_path: str | None) -> None:
+def doctor_command(measure: bool, json_path: str | None) -> None:
     """What this build and this machine offer."""
+    rates = _measured() if measure else None
     devices, build, kernels = available_devices(), moepool.build_info(), moepool.cpu_kernels()
     cards, why_none = _cards()
     if json_path is not None:
@@ -317,6 +325,7 @@ def doctor_command(json_path: str | None) -> None:
             "cpu_kernels": kernels,
             "threads": moepool.get_threads(),
             "build": build,
+            "rates": None if rates is None else asdict(rates),
         }
         write_json(json_path, report)
     if json_path == "-":
@@ -346,6 +355,22 @@ def doctor_command(json_path: str | None) -> None:
     click.echo(
         "Build:       " + ", ".join(f"{key} {value}" for key, value in build.items() if key != "version")
     )
+
+    if rates is not None:
+        click.echo()
+        click.echo(f"Experts are read at {rates.host / 1e9:.1f} GB/s by {rates.threads} CPU threads")
+        if rates.memory is not None and rates.link is not None:
+            click.echo(f"and at {rates.memory / 1e9:.0f} GB/s by {rates.card} from its slots,")
+            click.echo(f"{rates.link / 1e9:.1f} GB/s over the link")
+        click.echo(f"Written to {rates_path()}")
+
+
+def _measured() -> Rates:
+    """Measures the first GPU that can be used, or the CPU alone, and keeps the rates."""
+    device = "cuda:0" if "cuda:0" in available_devices() else "cpu"
+    rates = measure_rates(device)
+    rates.save(rates_path())
+    return rates
 
 
 def _cards() -> tuple[list[CudaDevice], str]:
@@ -397,3 +422,4 @@ def demo_command(
 
 
 main.add_command(trace_group)
+main.add_command(simulate_command)

@@ -1,4 +1,4 @@
-"""What pools would do with a trace, counted without weights: the same law, the same code, the same numbers."""
+"""What pools would do with a trace: counted without weights, by the same law and the same code."""
 
 from __future__ import annotations
 
@@ -22,7 +22,8 @@ __all__ = ["POLICIES", "Chooser", "Simulation", "SimulationRun", "parse_policy",
 Int64 = npt.NDArray[np.int64]
 
 POLICIES = ("belady", "static", "static-prompt", "lru", "lfu", "lfru", "slru", "reelect", "pinned")
-"""What :func:`simulate` knows by name: the policies of pools, three ways to choose what stays, and the bound."""
+"""What :func:`simulate` knows by name: the policies of pools, three ways to choose what stays, and the
+bound."""
 
 _COUNTS = (
     "steps",
@@ -39,8 +40,8 @@ _COUNTS = (
 class Chooser(_sim.Chooser):
     """Base of policies written in Python: one names whom each step admits, and where.
 
-    It is simulated by :func:`simulate`, and runs a pool through :class:`ChosenPool`. It must be deterministic for
-    the two to count the same.
+    It is simulated by :func:`simulate`, and runs a pool through :class:`ChosenPool`. It must be
+    deterministic for the two to count the same.
 
     Examples
     --------
@@ -90,7 +91,8 @@ class Chooser(_sim.Chooser):
         Returns
         -------
         iterable of (int, int)
-            Experts to admit, each missing, and the slot of each, which must not hold a wanted one. It may be empty.
+            Experts to admit, each missing, and the slot of each, which must not hold a wanted one. It may be
+            empty.
         """
         raise NotImplementedError
 
@@ -116,8 +118,8 @@ class SimulationRun:
     slots : tuple of int
         Of each layer.
     by_layer : dict of str to numpy.ndarray
-        int64 (layers,): "steps", "bypasses", "hits", "misses", "prompt_hits", "prompt_misses", "evictions" and
-        "admitted", as in `PoolStats` but for the last: how often a record was copied into a slot.
+        int64 (layers,): "steps", "bypasses", "hits", "misses", "prompt_hits", "prompt_misses", "evictions"
+        and "admitted", as in `PoolStats` but for the last: how often a record was copied into a slot.
     record_bytes : tuple of int or None
         Of each layer; None if the model is not known.
     tokens : int
@@ -211,8 +213,8 @@ class Simulation:
     counts : numpy.ndarray
         int64 (layers, experts): places of decode rows.
     reuse : numpy.ndarray
-        int64 (layers, experts + 1): `reuse[:, d]` are the uses of an expert in decode steps such that d others had
-        been used since the one before; the last column are first uses.
+        int64 (layers, experts + 1): `reuse[:, d]` are the uses of an expert in decode steps such that d
+        others had been used since the one before; the last column are first uses.
     """
 
     layers: tuple[int, ...]
@@ -237,8 +239,8 @@ class Simulation:
         raise ArgumentError(f"{policy!r} with {slots} slots was not simulated")
 
     def reuse_quantile(self, share: float) -> list[int | None]:
-        """For each layer the reuse distance within which this share of its uses lies; None: first uses stand in
-        the way."""
+        """For each layer the reuse distance within which this share of its uses lies; None: first uses stand
+        in the way."""
         out: list[int | None] = []
         for row in self.reuse:
             reached = np.flatnonzero(np.cumsum(row[:-1]) >= share * row.sum())
@@ -276,13 +278,13 @@ def simulate(
     ----------
     trace : Trace
     slots : int, or sequence of int or of sequences of int
-        Each is a number of slots for every layer, or one for each layer of the trace. More than there are experts
-        are as many as there are experts.
+        Each is a number of slots for every layer, or one for each layer of the trace. More than there are
+        experts are as many as there are experts.
     policies : iterable of str, Policy or Chooser
-        Names of :data:`POLICIES`, with options as in "lfu:half_life=64,guard". "belady" is the most hits that any
-        policy could have under the law. "static" holds the experts that the trace wants most, so it knows the
-        future; "static-prompt" those that its prompts want most, "static-profile" those of `profile`. "pinned"
-        keeps the hottest for half of the slots, of `profile` or else of the trace.
+        Names of :data:`POLICIES`, with options as in "lfu:half_life=64,guard". "belady" is the most hits
+        that any policy could have under the law. "static" holds the experts that the trace wants most, so it
+        knows the future; "static-prompt" those that its prompts want most, "static-profile" those of
+        `profile`. "pinned" keeps the hottest for half of the slots, of `profile` or else of the trace.
     profile : Trace, optional
         Of another run of the model: what "static-profile" and "pinned" go by.
     admit : int, optional

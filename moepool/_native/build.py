@@ -484,8 +484,8 @@ class Builder:
         )
 
     def simulator_steps(self) -> tuple[list[Step], Step]:
-        """How to compile csrc/sim and to link it with what it shares with the library, of which it needs nothing
-        else."""
+        """How to compile csrc/sim and to link it with what it shares with the library, of which it needs
+        nothing else."""
         import pybind11
 
         headers = [f"-I{python_headers()}", "-isystem", pybind11.get_include()]
