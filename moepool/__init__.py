@@ -51,8 +51,10 @@ from moepool.errors import (
 from moepool.ffn import ExpertFFN
 from moepool.memory import Memory, memory
 from moepool.ops import add, combine, matmul_id, swiglu
+from moepool.plan import LayerPlan, Plan, Watermark, make_plan
 from moepool.policy import Policy
 from moepool.pool import Pool, PoolMatrix, PoolStats, Route
+from moepool.rates import Rates, measure_rates
 from moepool.simulate import Chooser, Simulation, SimulationRun, simulate
 from moepool.store import ExpertStore, Layer, MatrixInfo
 from moepool.trace import Trace, TraceInfo, TraceModel, TraceRecorder, trace_model
@@ -68,16 +70,19 @@ __all__ = [
     "IdError",
     "KernelChoice",
     "Layer",
+    "LayerPlan",
     "MatrixInfo",
     "Memory",
     "MoePoolError",
     "MoePoolWarning",
     "OutOfMemoryError",
+    "Plan",
     "Policy",
     "Pool",
     "PoolMatrix",
     "PoolStats",
     "QuantType",
+    "Rates",
     "Route",
     "Simulation",
     "SimulationRun",
@@ -87,6 +92,7 @@ __all__ = [
     "TraceModel",
     "TraceRecorder",
     "UnsupportedError",
+    "Watermark",
     "__version__",
     "add",
     "build_info",
@@ -95,7 +101,9 @@ __all__ = [
     "get_include",
     "get_pinned_limit",
     "get_threads",
+    "make_plan",
     "matmul_id",
+    "measure_rates",
     "memory",
     "quant_types",
     "set_pinned_limit",

@@ -281,10 +281,11 @@ def simulate(
         Each is a number of slots for every layer, or one for each layer of the trace. More than there are
         experts are as many as there are experts.
     policies : iterable of str, Policy or Chooser
-        Names of :data:`POLICIES`, with options as in "lfu:half_life=64,guard". "belady" is the most hits
-        that any policy could have under the law. "static" holds the experts that the trace wants most, so it
-        knows the future; "static-prompt" those that its prompts want most, "static-profile" those of
-        `profile`. "pinned" keeps the hottest for half of the slots, of `profile` or else of the trace.
+        Names of :data:`POLICIES`, with options as in "lfu:half_life=64,guard". "belady" is Belady's optimum:
+        it begins with what is wanted first, keeps what is wanted next, and may do so in any decode step, so
+        that no policy has more hits. "static" holds the experts that the trace wants most, so it knows the
+        future; "static-prompt" those that its prompts want most, "static-profile" those of `profile`.
+        "pinned" keeps the hottest for half of the slots, of `profile` or else of the trace.
     profile : Trace, optional
         Of another run of the model: what "static-profile" and "pinned" go by.
     admit : int, optional
@@ -312,7 +313,7 @@ def simulate(
     >>> trace = moepool.Trace(model, at, 0 * at, at, at >= 0, [[3], [1], [3], [2], [1], [3]])
     >>> found = moepool.simulate(trace, slots=[2, 3], policies=["lru", "belady"])
     >>> [(run.policy, run.slots[0], run.hits) for run in found.runs]
-    [('lru', 2, 1), ('lru', 3, 3), ('belady', 2, 2), ('belady', 3, 3)]
+    [('lru', 2, 1), ('lru', 3, 3), ('belady', 2, 3), ('belady', 3, 3)]
     """
     layers = tuple(np.unique(trace.layer).tolist())
     if not layers:

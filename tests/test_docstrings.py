@@ -14,12 +14,12 @@ import moepool
 from moepool.gguf import GGUFFile, expert_layers
 from moepool.runner import bundled_model
 
-MODULES = [
-    "moepool",
-    *(
-        f"moepool.{name}"
-        for name in (
+MODULES = ["moepool"] + [
+    f"moepool.{name}"
+    for name in (
+        *(
             "arrays",
+            "cli_simulate",
             "cpu",
             "cuda",
             "errors",
@@ -27,11 +27,11 @@ MODULES = [
             "gguf",
             "memory",
             "ops",
-            "pool",
-            "store",
-            "trace",
-        )
-    ),
+            "plan",
+            "policy",
+        ),
+        *("pool", "rates", "simulate", "store", "trace", "tracefile"),
+    )
 ]
 
 # What an example may use without importing it.

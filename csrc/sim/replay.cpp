@@ -42,10 +42,11 @@ class Chosen {
     Residency residency_;
 };
 
-// next[i]: the decode step that wants wanted[i] after the step that it belongs to.
-std::vector<int64_t> next_uses(const Steps &steps) {
+// next[i]: the decode step that wants wanted[i] after the step that it belongs to. seen: the first that wants an
+// expert.
+std::vector<int64_t> next_uses(const Steps &steps, std::vector<int64_t> &seen) {
     std::vector<int64_t> next(steps.wanted.size(), kNeverAgain);
-    std::vector<int64_t> seen(static_cast<size_t>(steps.experts), kNeverAgain);
+    seen.assign(static_cast<size_t>(steps.experts), kNeverAgain);
     for (int64_t i = steps.size() - 1; i >= 0; --i) {
         const auto first = static_cast<size_t>(steps.begin[static_cast<size_t>(i)]);
         for (int j = 0; j < steps.count(i); ++j) {
@@ -103,13 +104,17 @@ Counts replay(const Steps &steps, const Setting &setting) {
 }
 
 Counts replay_belady(const Steps &steps, int slots, int admit) {
-    const std::vector<int64_t> next = next_uses(steps);
-    std::vector<int64_t> next_of(static_cast<size_t>(steps.experts), kNeverAgain);
+    std::vector<int64_t> next_of;
+    const std::vector<int64_t> next = next_uses(steps, next_of);
     Chosen pool(steps.experts, slots);
     Residency &residency = pool.residency();
+    std::vector<int> first(static_cast<size_t>(steps.experts));
+    std::iota(first.begin(), first.end(), 0);
+    std::stable_sort(first.begin(), first.end(),
+                     [&](int a, int b) { return next_of[static_cast<size_t>(a)] < next_of[static_cast<size_t>(b)]; });
+    for (int slot = 0; slot < slots; ++slot) residency.place(first[static_cast<size_t>(slot)], slot);
     Counts counts;
     std::vector<int> missing, victims;
-    std::vector<uint8_t> taken(static_cast<size_t>(slots), 0);
     const auto next_in = [&](int slot) {
         const int expert = residency.expert_in(slot);
         return expert < 0 ? kNeverAgain : next_of[static_cast<size_t>(expert)];
@@ -123,23 +128,17 @@ Counts replay_belady(const Steps &steps, int slots, int admit) {
         for (int j = 0; j < steps.count(i); ++j)
             next_of[static_cast<size_t>(wanted[j])] =
                 next[static_cast<size_t>(steps.begin[static_cast<size_t>(i)]) + static_cast<size_t>(j)];
-        if (step.bypass || step.misses == 0) continue;
+        if (step.misses == 0) continue;
 
         missing.clear();
-        std::fill(taken.begin(), taken.end(), uint8_t{0});
-        for (int j = 0; j < steps.count(i); ++j) {
-            const int slot = residency.slot_of(wanted[j]);
-            if (slot >= 0)
-                taken[static_cast<size_t>(slot)] = 1;
-            else if (next_of[static_cast<size_t>(wanted[j])] != kNeverAgain)
+        for (int j = 0; j < steps.count(i); ++j)
+            if (residency.slot_of(wanted[j]) < 0 && next_of[static_cast<size_t>(wanted[j])] != kNeverAgain)
                 missing.push_back(wanted[j]);
-        }
         std::sort(missing.begin(), missing.end(),
                   [&](int a, int b) { return next_of[static_cast<size_t>(a)] < next_of[static_cast<size_t>(b)]; });
         if (admit >= 0 && missing.size() > static_cast<size_t>(admit)) missing.resize(static_cast<size_t>(admit));
-        victims.clear();
-        for (int slot = 0; slot < slots; ++slot)
-            if (!taken[static_cast<size_t>(slot)]) victims.push_back(slot);
+        victims.resize(static_cast<size_t>(slots));
+        std::iota(victims.begin(), victims.end(), 0);
         const size_t most = std::min(missing.size(), victims.size());
         std::partial_sort(victims.begin(), victims.begin() + static_cast<std::ptrdiff_t>(most), victims.end(),
                           [&](int a, int b) { return next_in(a) != next_in(b) ? next_in(a) > next_in(b) : a < b; });

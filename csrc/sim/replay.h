@@ -44,8 +44,9 @@ struct Setting {
 
 Counts replay(const Steps &steps, const Setting &setting);
 
-// Hits as many as any policy could under the law. On a miss it weighs when the missing and the resident experts are
-// wanted next, and admits the one that is wanted sooner.
+// As many hits as no policy exceeds: Belady's optimum. It begins with the experts that are wanted first, and of those
+// that it holds or a decode step wants it keeps the ones that are wanted next, whatever the law says of that step: a
+// pool may not replace what the step wants, nor anything in a step that bypasses, so it may fall short of this.
 Counts replay_belady(const Steps &steps, int slots, int admit);
 
 // A policy that is not of the list: it names whom a step admits, and where.
