@@ -1,4 +1,4 @@
-"""The command line: `moepool generate | perplexity | info | doctor | demo | trace | simulate`."""
+"""The command line: `moepool generate | perplexity | info | doctor | demo | trace | simulate | plan`."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ import warnings
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import indent
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
 import click
+from click.core import ParameterSource
 
 import moepool
+from moepool.cli_plan import plan_command
 from moepool.cli_simulate import simulate_command
 from moepool.cli_trace import trace_group
 from moepool.errors import ArgumentError, MoePoolError, MoePoolWarning
@@ -26,7 +28,11 @@ from moepool.options import (
     writable,
     write_json,
 )
+from moepool.plan import Plan
+from moepool.policy import Policy, PolicyName
+from moepool.pool import Miss
 from moepool.rates import Rates, measure_rates, rates_path
+from moepool.runner.config import Config
 from moepool.runner.demo import run_demo
 from moepool.runner.devices import (
     CUPY_REMEDY,
@@ -40,9 +46,10 @@ from moepool.runner.generate import Generation, Sampling, generate
 from moepool.runner.info import ModelInfo
 from moepool.runner.model import Checkpoint, Placement
 from moepool.runner.perplexity import Perplexity, perplexity
+from moepool.runner.profile import HEADER as PROFILE_HEADER
 from moepool.runner.profile import RoutingProfile
 from moepool.runner.table import format_table
-from moepool.trace import TraceRecorder, trace_model
+from moepool.trace import Trace, TraceRecorder, trace_model
 
 
 class _Commands(click.Group):
@@ -75,19 +82,50 @@ def _show_warning(
 
 def _placement(
     checkpoint: Checkpoint,
+    model: Path,
     slots: int,
-    policy: Literal["lru", "static"],
-    miss: Literal["stream", "host"],
+    policy: Policy,
+    miss: Miss,
     device: str,
     hot: Path | None,
+    plan: Path | None,
 ) -> Placement:
-    if hot is None:
-        return Placement(slots, policy, miss, device)
-    if policy != "static":
-        raise ArgumentError("--hot chooses the experts of --policy static")
+    if plan is not None and not _overridden():
+        return Placement(device=device, plan=Plan.load(plan, trace_model(model)))
+    name: Policy | PolicyName = policy if policy != Policy(policy.name) else policy.name
     config = checkpoint.config
-    profile = RoutingProfile.load(hot, config.layers, config.experts)
-    return Placement(slots, policy, miss, device, profile.hottest(slots))
+    if policy.name not in ("static", "pinned"):
+        if hot is not None:
+            raise ArgumentError("--hot chooses the experts of --policy static and pinned")
+        return Placement(slots, name, miss, device)
+    if hot is None:
+        if policy.name == "pinned":
+            raise ArgumentError("--policy pinned needs --hot, a profile or a trace: the experts that stay")
+        return Placement(slots, name, miss, device)
+    kept = slots if policy.name == "static" else slots // 2
+    return Placement(slots, name, miss, device, _hottest(hot, kept, model, config))
+
+
+def _overridden() -> bool:
+    """Whether arguments say where experts live, while the plan is only named by the environment."""
+    context = click.get_current_context()
+    given = [
+        f"--{name}"
+        for name in ("slots", "policy", "hot")
+        if context.get_parameter_source(name) == ParameterSource.COMMANDLINE
+    ]
+    if given and context.get_parameter_source("plan") == ParameterSource.COMMANDLINE:
+        raise ArgumentError(f"--plan says where experts live, and so does {given[0]}: give one of them")
+    return bool(given)
+
+
+def _hottest(path: Path, slots: int, model: Path, config: Config) -> list[list[int]]:
+    """The most wanted experts of each layer, by a profile or a trace."""
+    with path.open("rb") as file:
+        is_profile = file.readline().strip() == PROFILE_HEADER.encode()
+    if is_profile:
+        return RoutingProfile.load(path, config.layers, config.experts).hottest(slots)
+    return Trace.load(path, trace_model(model)).hottest(slots)
 
 
 def _run_facts(model: Path, placement: Placement, dense: Dense) -> dict[str, Any]:
@@ -157,7 +195,7 @@ def generate_command(
     if threads is not None:
         moepool.set_threads(threads)
     with Checkpoint(model, xp=dense_module(dense, where["device"])) as checkpoint:
-        placement = _placement(checkpoint, **where)
+        placement = _placement(checkpoint, model, **where)
         counts = (
             None if profile is None else RoutingProfile(checkpoint.config.layers, checkpoint.config.experts)
         )
@@ -224,7 +262,7 @@ def perplexity_command(
     if threads is not None:
         moepool.set_threads(threads)
     with Checkpoint(model, xp=dense_module(dense, where["device"])) as checkpoint:
-        placement = _placement(checkpoint, **where)
+        placement = _placement(checkpoint, model, **where)
         recorder = None if trace_path is None else TraceRecorder(trace_model(model))
         with checkpoint.model(placement) as runner:
             result = perplexity(
@@ -423,3 +461,4 @@ def demo_command(
 
 main.add_command(trace_group)
 main.add_command(simulate_command)
+main.add_command(plan_command)

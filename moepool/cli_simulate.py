@@ -8,6 +8,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import click
+from click.core import ParameterSource
 
 from moepool.cli_trace import TOP, load, reading_options, shares_of
 from moepool.errors import ArgumentError, UnsupportedError
@@ -80,7 +81,12 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> l
 @click.command("simulate")
 @click.argument("trace", type=FILE)
 @click.option("--slots", callback=_numbers, help="Slots of a layer, a list: 8,16,32 [default: five sizes].")
-@click.option("--vram", help="In place of --slots, memory of all slots: 2GiB,4GiB. Needs --model.")
+@click.option(
+    "--vram",
+    envvar="MOEPOOL_VRAM",
+    show_envvar=True,
+    help="In place of --slots, memory of all slots: 2GiB,4GiB. Needs --model.",
+)
 @click.option(
     "--policy",
     "policies",
@@ -149,6 +155,9 @@ def simulate_command(
 
 
 def _budgets(slots: list[int] | None, vram: str | None, records: list[int] | None, experts: int) -> list[int]:
+    source = click.get_current_context().get_parameter_source("vram")
+    if slots is not None and source == ParameterSource.ENVIRONMENT:
+        vram = None
     if slots is not None and vram is not None:
         raise ArgumentError("--slots and --vram say the same: give one of them")
     if vram is not None:

@@ -10,7 +10,10 @@ from typing import Any, TypeVar
 
 import click
 
+from moepool.errors import ArgumentError
+from moepool.policy import Policy
 from moepool.runner.model import bundled_model
+from moepool.simulate import policy_from
 from moepool.tracefile import SUFFIXES
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -34,19 +37,45 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 OUTPUT = click.Path(dir_okay=False, path_type=Path)
 
 
+class PolicyName(click.ParamType):
+    """A policy of pools: "lru", or with options "lfu:half_life=64,guard"."""
+
+    name = "policy"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Policy:
+        if isinstance(value, Policy):
+            return value
+        try:
+            return policy_from(value)
+        except ArgumentError as error:
+            self.fail(str(error), param, ctx)
+
+
+def _environment(name: str) -> dict[str, Any]:
+    """An option that the environment may give too; an argument goes before it."""
+    return {"envvar": f"MOEPOOL_{name}", "show_envvar": True}
+
+
 def placement_options(command: _F) -> _F:
     """The options that say where experts live and what else computes; only `--dense` changes the output."""
     for option in reversed(
         (
             click.option(
-                "--slots", type=click.IntRange(0), default=0, show_default=True, help="Slots of each layer."
+                "--slots",
+                type=click.IntRange(0),
+                default=0,
+                show_default=True,
+                help="Slots of each layer.",
+                **_environment("SLOTS"),
             ),
             click.option(
                 "--policy",
-                type=click.Choice(["lru", "static"]),
+                type=PolicyName(),
                 default="lru",
                 show_default=True,
-                help="Which experts hold the slots: those used last, or a fixed set.",
+                help="Which experts hold the slots: lru, lfu, lfru, slru, reelect, static or pinned; options "
+                "follow a colon, as in lfu:half_life=64,guard.",
+                **_environment("POLICY"),
             ),
             click.option(
                 "--miss",
@@ -54,8 +83,11 @@ def placement_options(command: _F) -> _F:
                 default="stream",
                 show_default=True,
                 help="Who computes an expert without a slot: the device or the CPU.",
+                **_environment("MISS"),
             ),
-            click.option("--device", default="cpu", show_default=True, help="cpu or cuda:N."),
+            click.option(
+                "--device", default="cpu", show_default=True, help="cpu or cuda:N.", **_environment("DEVICE")
+            ),
             click.option(
                 "--dense",
                 type=click.Choice(["numpy", "cupy"]),
@@ -67,10 +99,20 @@ def placement_options(command: _F) -> _F:
             click.option(
                 "--hot",
                 type=FILE,
-                help="Routing profile (CSV of `generate --profile`) that chooses the fixed set.",
+                help="Profile (of `generate --profile`) or trace that chooses what static and pinned keep.",
+                **_environment("PROFILE"),
             ),
             click.option(
-                "--threads", type=click.IntRange(1), help="CPU threads of the experts [default: all]."
+                "--plan",
+                type=FILE,
+                help="Plan (of `moepool plan`) in place of --slots, --policy and --hot.",
+                **_environment("PLAN"),
+            ),
+            click.option(
+                "--threads",
+                type=click.IntRange(1),
+                help="CPU threads of the experts [default: all].",
+                **_environment("THREADS"),
             ),
         )
     ):

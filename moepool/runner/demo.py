@@ -43,7 +43,7 @@ class Row:
         return [
             placement.device,
             str(placement.slots),
-            placement.policy if placement.slots else "-",
+            str(placement.policy) if placement.slots else "-",
             placement.miss,
             "-" if stats["hit_rate"] is None else f"{100 * stats['hit_rate']:.1f} %",
             f"{stats['copied_bytes'] / 1e6:.1f}",
