@@ -442,7 +442,8 @@ def _demo_devices() -> list[str]:
 def demo_command(
     ctx: click.Context, model: Path, n: int, only: tuple[str, ...], json_path: str | None
 ) -> None:
-    """Generate the same text under many placements and compare every byte. Exits 1 if one differs."""
+    """Trace a text, simulate and plan by it, generate it again under many placements, and compare every byte
+    and count. Exits 1 if one differs."""
     devices = list(only) or _demo_devices()
     with Checkpoint(model) as checkpoint:
         comparison = run_demo(checkpoint, devices, n, progress=True)
@@ -454,8 +455,9 @@ def demo_command(
         click.echo()
         click.echo(comparison.table())
         click.echo()
+        click.echo(comparison.words())
         click.echo(comparison.verdict())
-    if comparison.different:
+    if comparison.different or comparison.unforeseen:
         ctx.exit(1)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from moepool.cli_simulate import parse_size, rates_of, record_bytes_of
-from moepool.errors import ArgumentError
+from moepool.errors import ArgumentError, UnsupportedError
 from moepool.memory import memory
 from moepool.options import FILE, MODEL, OUTPUT, json_option, writable, write_json
 from moepool.plan import Plan, auto_budget, make_plan
@@ -102,7 +102,10 @@ def _budget(vram: str, reserve: str | None, device: str) -> tuple[int, str]:
         if reserve is not None:
             raise ArgumentError("--reserve is what --vram auto leaves free")
         return parse_size(vram), f"{vram} was given"
-    budget, kept, free = auto_budget(device, None if reserve is None else parse_size(reserve))
+    try:
+        budget, kept, free = auto_budget(device, None if reserve is None else parse_size(reserve))
+    except UnsupportedError as error:
+        raise UnsupportedError(f"{error}; or plan for another machine with --vram SIZE") from None
     return budget, (
         f"{free.free / 2**30:.2f} GiB of {device} are free by {free.source}, {kept / 2**30:.2f} of them are "
         "left to others"
@@ -129,8 +132,8 @@ def _words(plan: Plan, budget: str) -> list[str]:
     need = sum(layer.experts * layer.record_bytes for layer in plan.layers)
     host = memory("cpu")
     lines = [
-        f"{plan.policy}, miss={plan.miss!r}: {100 * plan.hit_rate:.1f} % of the experts wanted are in slots, by "
-        f"{plan.tokens:,} traced tokens{speed}",
+        f"{plan.policy}, miss={plan.miss!r}: {100 * plan.hit_rate:.1f} % of the experts wanted are in slots, "
+        f"by {plan.tokens:,} traced tokens{speed}",
         f"slots take {plan.slot_bytes / 2**20:,.1f} MiB of {plan.budget_bytes / 2**20:,.1f} ({budget})",
         f"all experts take {need / 2**30:.2f} GiB of host memory, of which {host.free / 2**30:.2f} are free"
         + ("" if need <= host.free else ": the model does not fit, loading it will fail or swap"),

@@ -37,18 +37,12 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 OUTPUT = click.Path(dir_okay=False, path_type=Path)
 
 
-class PolicyName(click.ParamType):
+def _policy(ctx: click.Context, param: click.Parameter, value: str) -> Policy:
     """A policy of pools: "lru", or with options "lfu:half_life=64,guard"."""
-
-    name = "policy"
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Policy:
-        if isinstance(value, Policy):
-            return value
-        try:
-            return policy_from(value)
-        except ArgumentError as error:
-            self.fail(str(error), param, ctx)
+    try:
+        return policy_from(value)
+    except ArgumentError as error:
+        raise click.BadParameter(str(error), ctx, param) from None
 
 
 def _environment(name: str) -> dict[str, Any]:
@@ -70,7 +64,7 @@ def placement_options(command: _F) -> _F:
             ),
             click.option(
                 "--policy",
-                type=PolicyName(),
+                callback=_policy,
                 default="lru",
                 show_default=True,
                 help="Which experts hold the slots: lru, lfu, lfru, slru, reelect, static or pinned; options "
