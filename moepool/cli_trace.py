@@ -94,16 +94,31 @@ def merge_command(traces: tuple[Path, ...], output: Path, form: Form | None, **r
 @click.argument("trace", type=FILE)
 @click.option("--prompt", type=OUTPUT, callback=writable, help="File for the rows of prompts.")
 @click.option("--decode", type=OUTPUT, callback=writable, help="File for the rows of decode steps.")
+@click.option("--at", type=click.IntRange(0), help="A step: what comes before it is apart from the rest.")
+@click.option("--first", type=OUTPUT, callback=writable, help="File for the steps before --at.")
+@click.option("--rest", type=OUTPUT, callback=writable, help="File for the others.")
 @_FORM
 @reading_options
 def split_command(
-    trace: Path, prompt: Path | None, decode: Path | None, form: Form | None, **reading: Any
+    trace: Path,
+    prompt: Path | None,
+    decode: Path | None,
+    at: int | None,
+    first: Path | None,
+    rest: Path | None,
+    form: Form | None,
+    **reading: Any,
 ) -> None:
-    """Tell prompts and decode steps apart."""
-    if prompt is None and decode is None:
-        raise ArgumentError("nothing to write: give --prompt or --decode, or both")
+    """Tell prompts and decode steps apart, or what comes before a step and after it."""
+    if not any((prompt, decode, first, rest)):
+        raise ArgumentError("nothing to write: give --prompt or --decode, or --at with --first or --rest")
+    if (at is None) != (first is None and rest is None):
+        raise ArgumentError("--at says where --first ends and --rest begins: give them together")
     (loaded,) = _loaded((trace,), **reading)
-    for path, rows in ((prompt, loaded.phase("prompt")), (decode, loaded.phase("decode"))):
+    parts = [(prompt, loaded.phase("prompt")), (decode, loaded.phase("decode"))]
+    if at is not None:
+        parts += zip((first, rest), loaded.split(at), strict=True)
+    for path, rows in parts:
         if path is not None:
             rows.save(path, form)
             click.echo(f"{path}: {rows!r}")

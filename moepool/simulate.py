@@ -313,7 +313,7 @@ def simulate(
     >>> trace = moepool.Trace(model, at, 0 * at, at, at >= 0, [[3], [1], [3], [2], [1], [3]])
     >>> found = moepool.simulate(trace, slots=[2, 3], policies=["lru", "belady"])
     >>> [(run.policy, run.slots[0], run.hits) for run in found.runs]
-    [('lru', 2, 1), ('lru', 3, 3), ('belady', 2, 3), ('belady', 3, 3)]
+    [('lru', 2, 1), ('lru', 3, 3), ('belady', 2, 5), ('belady', 3, 6)]
     """
     layers = tuple(np.unique(trace.layer).tolist())
     if not layers:

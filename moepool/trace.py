@@ -321,6 +321,33 @@ class Trace:
             admissions=self.admissions[np.isin(self.admissions[:, 0], steps)],
         )
 
+    def split(self, step: int) -> tuple[Trace, Trace]:
+        """The steps before one, and the rest: to learn from the first and to test on the second.
+
+        Examples
+        --------
+        >>> model = moepool.TraceModel(experts=8, k=1, layers=1)
+        >>> trace = moepool.Trace(model, [0, 1], [0, 0], [0, 1], [False, True], [[3], [4]])
+        >>> [part.ids.tolist() for part in trace.split(1)]
+        [[[3]], [[4]]]
+        """
+        first, rest = (
+            Trace(
+                self.model,
+                step=self.step[kept],
+                layer=self.layer[kept],
+                pos=self.pos[kept],
+                decode=self.decode[kept],
+                ids=self.ids[kept],
+                admissions=self.admissions[admitted],
+            )
+            for kept, admitted in (
+                (self.step < step, self.admissions[:, 0] < step),
+                (self.step >= step, self.admissions[:, 0] >= step),
+            )
+        )
+        return first, rest
+
     def of(self, model: TraceModel) -> Trace:
         """The same, of a model that was not known when it was read.
 

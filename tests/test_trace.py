@@ -282,6 +282,17 @@ def test_only_traces_of_one_model_are_merged() -> None:
         Trace.merge([])
 
 
+def test_parts_at_a_step_are_the_whole() -> None:
+    trace = random_trace(11)
+    for step in (0, 1, 17, 1000):
+        first, rest = trace.split(step)
+        assert (first.step < step).all()
+        assert (rest.step >= step).all()
+        assert np.array_equal(np.concatenate([first.ids, rest.ids]), trace.ids)
+        assert len(first.admissions) + len(rest.admissions) == len(trace.admissions)
+        assert (first.admissions[:, 0] < step).all()
+
+
 def test_counts_and_the_hottest() -> None:
     trace = Trace(
         TraceModel(5, 2, 2), [0, 0, 1], [0, 0, 1], [0, 1, 2], [False, True, True], [[1, 1], [3, 1], [-1, 4]]
@@ -395,6 +406,9 @@ def test_the_commands(tmp_path: Path) -> None:
     assert report["model"]["fingerprint"] == trace_model(bundled_model()).fingerprint
     run("trace", "split", csv, "--prompt", tmp_path / "p.csv", "--decode", tmp_path / "d.csv")
     assert Trace.load(tmp_path / "d.csv").info().decode_rows == 4 * 3
+    run("trace", "split", csv, "--at", 2, "--rest", tmp_path / "r.csv")
+    assert same(Trace.load(tmp_path / "r.csv"), Trace.load(csv).split(2)[1])
+    assert "give them together" in run("trace", "split", csv, "--rest", tmp_path / "r.csv", code=1).stderr
     assert "top-4, router" in run("trace", "info", csv).stdout
 
 
