@@ -7,6 +7,7 @@
 #include <memory>
 #include <new>
 #include <string>
+#include <vector>
 
 #include "cpu/kernels.h"
 #include "cpu/threads.h"
@@ -333,6 +334,67 @@ moepool_status moepool_pool_tables(const moepool_pool *pool, int32_t *slot_of, i
     return guarded([&] { pool_of(pool).tables(slot_of, expert_in); });
 }
 
+moepool_status moepool_pool_prefetch(moepool_pool *pool, const int32_t *experts, int32_t count, int32_t *admitted) {
+    return guarded([&] {
+        check_data(experts, count, "experts");
+        const int came = pool_of(pool).prefetch(experts, count);
+        if (admitted) *admitted = came;
+    });
+}
+
+moepool_status moepool_pool_resize(moepool_pool *pool, int32_t slots, int32_t *made) {
+    return guarded([&] {
+        const int count = pool_of(pool).resize(slots);
+        if (made) *made = count;
+    });
+}
+
+moepool_status moepool_pool_save(const moepool_pool *pool, void *data, int64_t capacity, int64_t *size) {
+    return guarded([&] {
+        given(size, "size");
+        const std::vector<uint8_t> state = pool_of(pool).save();
+        *size = static_cast<int64_t>(state.size());
+        if (capacity >= *size) std::memcpy(&given(static_cast<uint8_t *>(data), "data"), state.data(), state.size());
+    });
+}
+
+moepool_status moepool_pool_load(moepool_pool *pool, const void *data, int64_t size) {
+    return guarded([&] {
+        check_data(data, size, "data");
+        check_count(size);
+        pool_of(pool).load(static_cast<const uint8_t *>(data), size);
+    });
+}
+
+moepool_status moepool_pool_trace_start(moepool_pool *pool, int64_t room_bytes) {
+    return guarded([&] { pool_of(pool).start_trace(room_bytes); });
+}
+
+moepool_status moepool_pool_trace_stop(moepool_pool *pool) {
+    return guarded([&] { pool_of(pool).stop_trace(); });
+}
+
+moepool_status moepool_pool_trace_fetch(moepool_pool *pool, moepool_trace_counts *counts) {
+    return guarded([&] { given(counts, "counts") = pool_of(pool).fetch_trace(); });
+}
+
+moepool_status moepool_pool_trace_take(moepool_pool *pool, const moepool_trace_counts *counts,
+                                       const moepool_trace_arrays *arrays) {
+    return guarded([&] {
+        const moepool_trace_counts &c = given(counts, "counts");
+        const moepool_trace_arrays &a = given(arrays, "arrays");
+        for (const void *array :
+             {static_cast<const void *>(a.tick), static_cast<const void *>(a.tokens), static_cast<const void *>(a.k),
+              static_cast<const void *>(a.phase), static_cast<const void *>(a.bypass)})
+            check_data(array, c.steps, "an array of the trace's steps");
+        check_data(a.ids, c.places, "ids");
+        for (const void *array : {static_cast<const void *>(a.admission_step), static_cast<const void *>(a.expert),
+                                  static_cast<const void *>(a.slot), static_cast<const void *>(a.evicted)})
+            check_data(array, c.admissions, "an array of the trace's admissions");
+        pool_of(pool).take_trace(c, a);
+    });
+}
+
 // -------------------------------------------------------------------------------------------------------------- route
 
 moepool_status moepool_pool_resolve(moepool_pool *pool, const moepool_ids *ids, moepool_phase phase, void *stream,
@@ -341,6 +403,21 @@ moepool_status moepool_pool_resolve(moepool_pool *pool, const moepool_ids *ids, 
         given(route, "route");
         auto handle = std::make_unique<moepool_route>();
         handle->route = pool_of(pool).resolve(given(ids, "ids"), phase, stream);
+        *route = handle.release();
+    });
+}
+
+moepool_status moepool_pool_resolve_chosen(moepool_pool *pool, const moepool_ids *ids, moepool_phase phase,
+                                           const moepool_admission *admissions, int32_t count, void *stream,
+                                           moepool_route **route) {
+    return guarded([&] {
+        given(route, "route");
+        check_count(count);
+        check_data(admissions, count, "admissions");
+        std::vector<moepool::Residency::Choice> chosen;
+        for (int32_t i = 0; i < count; ++i) chosen.push_back({admissions[i].expert, admissions[i].slot});
+        auto handle = std::make_unique<moepool_route>();
+        handle->route = pool_of(pool).resolve(given(ids, "ids"), phase, stream, &chosen);
         *route = handle.release();
     });
 }

@@ -224,8 +224,9 @@ enum {
 
 typedef struct moepool_pool_config {
     int32_t layer;
-    int32_t slots;  /* 0 .. experts; more is capped at experts */
-    int32_t device; /* MOEPOOL_CPU or a CUDA device */
+    int32_t slots;     /* 0 .. experts; more is capped at experts */
+    int32_t max_slots; /* the most that moepool_pool_resize can ask for, capped likewise; 0: as many as are made */
+    int32_t device;    /* MOEPOOL_CPU or a CUDA device */
     moepool_policy policy;
     moepool_miss miss;
     int32_t prompt_tokens; /* MOEPOOL_PHASE_AUTO takes more tokens than this for a prompt; 32 */
@@ -241,6 +242,14 @@ typedef struct moepool_pool_config {
     int32_t period;       /* REELECT: at least 1; 256 */
     int32_t protected_percent; /* SLRU: the most slots that are protected, 0 .. 100 percent; 75 */
 } moepool_pool_config;
+
+/* What a step of a trace was. */
+typedef int32_t moepool_trace_phase;
+enum {
+    MOEPOOL_TRACE_DECODE = 0,
+    MOEPOOL_TRACE_PROMPT = 1,
+    MOEPOOL_TRACE_PREFETCH = 2 /* no step: moepool_pool_prefetch, with the tick of the step before it */
+};
 
 /* Counts since creation. An expert counts once a step, however many places want it. */
 typedef struct moepool_pool_stats {
@@ -260,6 +269,7 @@ typedef struct moepool_pool_stats {
     int32_t leased;       /* slots that an open route pins now */
     int64_t slot_bytes;   /* device memory that the slots take */
     int64_t pinned_bytes; /* of the layer's records, page-locked */
+    int64_t prefetched;   /* experts that moepool_pool_prefetch brought in */
 } moepool_pool_stats;
 
 /* Fills `config` with the defaults: layer 0, 0 slots, CPU, LRU, stream, 32, -1, no hot list, no guard, and the figures
@@ -276,6 +286,59 @@ MOEPOOL_API moepool_status moepool_pool_get_stats(const moepool_pool *pool, moep
 /* The remap tables: slot_of[experts] holds an expert's slot or -1 (hot), expert_in[slots] a slot's expert or -1. Either
  * may be NULL. */
 MOEPOOL_API moepool_status moepool_pool_tables(const moepool_pool *pool, int32_t *slot_of, int32_t *expert_in);
+
+/* Brings experts into slots ahead of the steps that want them. It is no step: no tick, no hit, no miss. `experts`, on
+ * the host, are distinct ids; those that are missing take, in this order, the slots that the policy would give up
+ * first, neither leased ones nor those of other experts named. If such slots run out, the rest stays out; a static pool
+ * takes nobody. *admitted, unless NULL, is how many came in. */
+MOEPOOL_API moepool_status moepool_pool_prefetch(moepool_pool *pool, const int32_t *experts, int32_t count,
+                                                 int32_t *admitted);
+
+/* Changes the number of slots while the pool is in use, to at most max_slots. The experts worth most to the policy
+ * stay. MOEPOOL_ERROR_STATE if an open route reads a slot that would go, or a stream of the device is being captured.
+ * CUDA graphs that hold steps of the pool stay valid. *made, unless NULL, is how many slots there are: fewer than asked
+ * for if memory is short. A pool made with max_slots gives memory back that its slots no longer take. */
+MOEPOOL_API moepool_status moepool_pool_resize(moepool_pool *pool, int32_t slots, int32_t *made);
+
+/* What a pool knows, for another one of the same layer, policy and number of slots: the residents, and how often and
+ * when experts were wanted. Not its stats. Writes *size bytes if `capacity` is enough, and always says how many. */
+MOEPOOL_API moepool_status moepool_pool_save(const moepool_pool *pool, void *data, int64_t capacity, int64_t *size);
+/* A pool that goes on where the saved one stopped: copies the residents' records into their slots.
+ * MOEPOOL_ERROR_ARGUMENT if the bytes are not of such a pool, MOEPOOL_ERROR_IO if they are damaged, MOEPOOL_ERROR_STATE
+ * while routes are open. */
+MOEPOOL_API moepool_status moepool_pool_load(moepool_pool *pool, const void *data, int64_t size);
+
+/* The trace: what every step wanted and whom it admitted. A place whose id was out of range in device memory is -2.
+ * Steps that a device takes, in replays of a graph too, go to a ring of about room_bytes in its memory until they are
+ * fetched; 0: 64 MiB. The host's memory bounds the others. Starting again forgets what was not taken. */
+MOEPOOL_API moepool_status moepool_pool_trace_start(moepool_pool *pool, int64_t room_bytes);
+/* What was recorded can still be taken. Does nothing if no trace was started. */
+MOEPOOL_API moepool_status moepool_pool_trace_stop(moepool_pool *pool);
+
+typedef struct moepool_trace_counts {
+    int64_t steps, places, admissions;
+} moepool_trace_counts;
+
+/* How much there is to take. Waits for the device, as moepool_pool_get_stats does. MOEPOOL_ERROR_STATE, once, if the
+ * ring had no room for some steps, which are then missing. */
+MOEPOOL_API moepool_status moepool_pool_trace_fetch(moepool_pool *pool, moepool_trace_counts *counts);
+
+/* Arrays of the caller, of the lengths that were counted; none may be NULL unless its length is 0. */
+typedef struct moepool_trace_arrays {
+    int64_t *tick;   /* of each step: the pool's step count */
+    int32_t *tokens; /* ... the shape of its ids */
+    int32_t *k;
+    moepool_trace_phase *phase; /* ... or a prefetch, whose ids are none */
+    int32_t *bypass;
+    int32_t *ids;            /* of all steps, one after the other */
+    int64_t *admission_step; /* of each admission: which of these steps, from 0 */
+    int32_t *expert, *slot;
+    int32_t *evicted; /* the expert that was in the slot, or -1 */
+} moepool_trace_arrays;
+
+/* Takes the first counts->steps steps; they are then forgotten. `counts` are those of the last fetch. */
+MOEPOOL_API moepool_status moepool_pool_trace_take(moepool_pool *pool, const moepool_trace_counts *counts,
+                                                   const moepool_trace_arrays *arrays);
 
 /* --------------------------------------------------------------------------------------------------------- the route */
 
@@ -308,6 +371,16 @@ typedef struct moepool_route_info {
  * read before the call returns. */
 MOEPOOL_API moepool_status moepool_pool_resolve(moepool_pool *pool, const moepool_ids *ids, moepool_phase phase,
                                                 void *stream, moepool_route **route);
+
+/* The same with admissions that the caller has chosen: `count` of them, each a missing expert that the step wants and a
+ * slot for it, of which no open route reads and which holds no expert that the step wants. A step that bypasses takes
+ * none. So a policy of the caller's own is run, or a trace replayed. */
+typedef struct moepool_admission {
+    int32_t expert, slot;
+} moepool_admission;
+MOEPOOL_API moepool_status moepool_pool_resolve_chosen(moepool_pool *pool, const moepool_ids *ids, moepool_phase phase,
+                                                       const moepool_admission *admissions, int32_t count, void *stream,
+                                                       moepool_route **route);
 MOEPOOL_API void moepool_route_release(moepool_route *route);
 MOEPOOL_API moepool_status moepool_route_get_info(const moepool_route *route, moepool_route_info *info);
 

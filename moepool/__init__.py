@@ -54,6 +54,7 @@ from moepool.ops import add, combine, matmul_id, swiglu
 from moepool.plan import LayerPlan, Plan, Watermark, make_plan
 from moepool.policy import Policy
 from moepool.pool import Pool, PoolMatrix, PoolStats, Route
+from moepool.pooltrace import PoolTrace, TracedSteps
 from moepool.rates import Rates, measure_rates
 from moepool.simulate import Chooser, Simulation, SimulationRun, simulate
 from moepool.store import ExpertStore, Layer, MatrixInfo
@@ -81,6 +82,7 @@ __all__ = [
     "Pool",
     "PoolMatrix",
     "PoolStats",
+    "PoolTrace",
     "QuantType",
     "Rates",
     "Route",
@@ -91,6 +93,7 @@ __all__ = [
     "TraceInfo",
     "TraceModel",
     "TraceRecorder",
+    "TracedSteps",
     "UnsupportedError",
     "Watermark",
     "__version__",

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
@@ -14,8 +16,9 @@ import numpy.typing as npt
 from moepool import arrays, cuda
 from moepool._native import handles
 from moepool.checks import choice, count, integer
-from moepool.errors import ArgumentError, IdError, warn
+from moepool.errors import ArgumentError, FormatError, IdError, warn
 from moepool.policy import Policy, PolicyName, policy_of
+from moepool.pooltrace import PoolTrace
 from moepool.store import Layer, MatrixInfo
 
 __all__ = ["Miss", "Phase", "Pool", "PoolMatrix", "PoolStats", "Route"]
@@ -59,6 +62,8 @@ class PoolStats:
         Device memory that the slots take.
     pinned_bytes : int
         Of the layer's records, how much is page-locked for CUDA.
+    prefetched : int
+        Experts that :meth:`Pool.prefetch` brought in.
     """
 
     steps: int
@@ -77,6 +82,7 @@ class PoolStats:
     leased: int
     slot_bytes: int
     pinned_bytes: int
+    prefetched: int
 
     @property
     def hit_rate(self) -> float:
@@ -153,12 +159,16 @@ class Pool:
     budget_bytes : int, optional
         On CUDA, the most memory that the slots take; what does not fit gets no slot. None lets all pools of a
         device together take half of the memory that they and nobody else use.
+    max_slots : int, optional
+        The most slots that :meth:`resize` can make, at least `slots`. On CUDA addresses are reserved for so many, and
+        memory is taken, and given back, for those there are. None keeps the memory of `slots`.
 
     Attributes
     ----------
     layer : Layer
     slots : int
-        How many there are: fewer than asked for if there are fewer experts, or memory is short.
+        How many there are: fewer than asked for if there are fewer experts, or memory is short. :meth:`resize`
+        changes it.
     experts : int
     device, miss : str
     policy : Policy
@@ -208,6 +218,7 @@ class Pool:
         prompt_tokens: int = 32,
         admit: int | None = None,
         budget_bytes: int | None = None,
+        max_slots: int | None = None,
     ) -> None:
         if not isinstance(layer, Layer):
             raise ArgumentError(
@@ -222,6 +233,7 @@ class Pool:
         if slots > layer.experts:
             warn(f"{slots} slots for a layer of {layer.experts} experts: the pool has {layer.experts} slots")
             slots = layer.experts
+        most = 0 if max_slots is None else min(count("max_slots", max_slots, slots), layer.experts)
         self.layer = layer
         self.experts = layer.experts
         self._device = arrays.device_index(device)
@@ -230,9 +242,10 @@ class Pool:
         self.miss = miss
         self._handle = handles.PoolHandle(
             layer._store,
-            None if hot is None else _hot(hot, layer.experts),
+            None if hot is None else _experts("hot", hot, layer.experts),
             layer=layer.index,
             slots=slots,
+            max_slots=most,
             device=self._device,
             **policy.config(),
             miss=choice("miss", miss, handles.MISSES),
@@ -242,17 +255,18 @@ class Pool:
         )
         stats = self.stats()
         self.slots = stats.slots
+        self._budget_bytes = budget_bytes
         if self.slots < slots:
-            self._tell_of_memory(slots, budget_bytes)
+            self._tell_of_memory(slots)
         if self._device != arrays.CPU and stats.pinned_bytes < layer.bytes:
             self._tell_of_pinning(stats.pinned_bytes)
         self._told_of_few_slots = False
         log.info("made %r", self)
 
-    def _tell_of_memory(self, asked: int, budget_bytes: int | None) -> None:
+    def _tell_of_memory(self, asked: int) -> None:
         record = self.layer.record_bytes
-        if budget_bytes is not None:
-            reason = f"budget_bytes is {budget_bytes}"
+        if self._budget_bytes is not None:
+            reason = f"budget_bytes is {self._budget_bytes}"
         else:
             free = handles.cuda_device(self._device).free
             reason = (
@@ -325,7 +339,13 @@ class Pool:
 
     # -------------------------------------------------------------------------------------------------- steps
 
-    def resolve(self, ids: Any, phase: Phase = "auto", stream: Any = None) -> Route:
+    def resolve(
+        self,
+        ids: Any,
+        phase: Phase = "auto",
+        stream: Any = None,
+        admissions: Iterable[tuple[int, int]] | None = None,
+    ) -> Route:
         """Takes one step: decides who is admitted and evicted, fills slots, and tells where each place's
         expert is read.
 
@@ -341,6 +361,10 @@ class Pool:
         stream : optional
             The CUDA stream on which `ids` is ready: an address or a stream object. None is the current stream
             of the library of `ids`. Ops of the route may run on any stream. Ignored on the CPU.
+        admissions : sequence of (expert, slot), optional
+            Whom this step admits and where, instead of the policy: experts that it wants and that are missing, to
+            slots that no open route reads and that hold no expert it wants. So a policy in Python runs a pool, or a
+            trace is replayed. None leaves it to the policy, [] admits nobody.
 
         Returns
         -------
@@ -354,7 +378,8 @@ class Pool:
             in device memory, the place's rows are NaN instead, and the next call that uses the pool raises
             this.
         DtypeError, ArgumentError
-            `ids` is of another dtype, shape or device, or `phase` is unknown.
+            `ids` is of another dtype, shape or device, `phase` is unknown, or `admissions` are not allowed: the step
+            bypasses, for example. The pool is as it was.
         StateError
             The pool is closed, or the stream records a CUDA graph: resolving needs the host.
 
@@ -369,12 +394,19 @@ class Pool:
         call = arrays.Call(self._device, stream, like=ids)
         call.require_host()
         taken = call.ids(ids)
+        chosen = None if admissions is None else _pairs(admissions)
         with call:
-            return self._resolve(taken, phase, call)
+            return self._resolve(taken, phase, call, chosen)
 
-    def _resolve(self, ids: arrays.ArrayView, phase: str, call: arrays.Call) -> Route:
+    def _resolve(
+        self,
+        ids: arrays.ArrayView,
+        phase: str,
+        call: arrays.Call,
+        chosen: npt.NDArray[np.int32] | None = None,
+    ) -> Route:
         step = self._step(ids, phase)
-        return Route(self, handles.RouteHandle(self._handle, *step, call.stream))
+        return Route(self, handles.RouteHandle(self._handle, *step, call.stream, chosen))
 
     def _step(self, ids: arrays.ArrayView, phase: str) -> tuple[handles.Ids, int]:
         """Ids and phase as the core takes them."""
@@ -388,6 +420,153 @@ class Pool:
             )
         bits = 32 if ids.dtype == "int32" else 64
         return handles.Ids(ids.address, bits, ids.device, ids.shape, ids.strides), phase_number
+
+    # ------------------------------------------------------------------------------------- outside of steps
+
+    def prefetch(self, experts: Sequence[int] | npt.NDArray[np.integer[Any]]) -> int:
+        """Brings experts into slots ahead of the steps that want them, for callers that know.
+
+        It is no step: it counts no hit and no miss. The missing ones take, in the order given, the slots that the
+        policy would give up first; neither leased slots nor those of other experts named. `guard`, `admit` and
+        elections have no say.
+
+        Parameters
+        ----------
+        experts : sequence of int
+            Distinct.
+
+        Returns
+        -------
+        int
+            How many came in: fewer than were missing if such slots ran out. A "static" pool takes nobody.
+
+        Raises
+        ------
+        IdError
+            The layer does not have an expert.
+        ArgumentError
+            One is named twice.
+        StateError
+            The pool is closed.
+
+        Examples
+        --------
+        >>> weight = np.zeros((8, 32, 64), np.float32)
+        >>> pool = moepool.Pool(moepool.ExpertStore.from_arrays(weight=weight, qtype="q8_0")[0], slots=4)
+        >>> pool.prefetch([6, 2]), pool.resolve([[6, 2]]).hits
+        (2, 2)
+        """
+        return self._handle.prefetch(_experts("experts", experts, self.experts))
+
+    def resize(self, slots: int) -> int:
+        """Changes the number of slots while the pool is in use. Results do not change by it.
+
+        The experts worth most to the policy stay; a "static" pool keeps its first slots. CUDA graphs that hold steps of
+        the pool stay valid: the order of their replays and this call is the caller's business, as with other calls.
+
+        Parameters
+        ----------
+        slots : int
+            At most `max_slots`, or, without it, as many as the pool was made with.
+
+        Returns
+        -------
+        int
+            How many there are: fewer than asked for if memory is short, with a warning.
+
+        Raises
+        ------
+        ArgumentError
+            More than there may be, or fewer than pinned experts.
+        StateError
+            The pool is closed, or an open route reads a slot that would go.
+
+        Examples
+        --------
+        >>> weight = np.zeros((8, 32, 64), np.float32)
+        >>> layer = moepool.ExpertStore.from_arrays(weight=weight, qtype="q8_0")[0]
+        >>> pool = moepool.Pool(layer, slots=2, max_slots=8)
+        >>> pool.resize(6), pool.slots
+        (6, 6)
+        """
+        slots = count("slots", slots)
+        self.slots = self._handle.resize(slots)
+        if self.slots < min(slots, self.experts):
+            self._tell_of_memory(slots)
+        return self.slots
+
+    def save_state(self, path: str | os.PathLike[str]) -> None:
+        """Writes who is resident, and what the policy knows of each expert, for :meth:`load_state`.
+
+        Raises
+        ------
+        StateError
+            The pool is closed.
+        OSError
+            The file can not be written.
+        """
+        Path(path).write_bytes(self._handle.save())
+
+    def load_state(self, path: str | os.PathLike[str]) -> None:
+        """Goes on where a pool stopped: brings its residents in, and decides as it would have. :meth:`stats` count
+        nothing of it.
+
+        Parameters
+        ----------
+        path : str or path
+            What :meth:`save_state` wrote: of a pool for a layer of the same experts, types and sizes, with the same
+            policy and number of slots.
+
+        Raises
+        ------
+        ArgumentError
+            It is of another pool, or no state at all. The pool is as it was.
+        FormatError
+            It is damaged. The pool is as it was.
+        StateError
+            The pool is closed, or routes are open.
+        OSError
+            The file can not be read.
+        """
+        data = Path(path).read_bytes()
+        try:
+            self._handle.load(data)
+        except (ArgumentError, FormatError) as error:
+            raise type(error)(f"{path}: {error}") from None
+
+    def trace(self, room_bytes: int | None = None) -> PoolTrace:
+        """Begins to record every step: ids, phase and admissions. A pool has one trace; a new one ends the last.
+
+        Parameters
+        ----------
+        room_bytes : int, optional
+            On CUDA, the ring in device memory that steps taken by the device go to until they are drained. A step of
+            one token with 8 experts takes at most 160 bytes. None is 64 MiB. If it runs full, :meth:`PoolTrace.drain`
+            raises.
+
+        Returns
+        -------
+        PoolTrace
+
+        Raises
+        ------
+        StateError
+            The pool is closed.
+        OutOfMemoryError
+            There is no room for the ring.
+
+        Examples
+        --------
+        >>> weight = np.zeros((8, 32, 64), np.float32)
+        >>> pool = moepool.Pool(moepool.ExpertStore.from_arrays(weight=weight, qtype="q8_0")[0], slots=4)
+        >>> with pool.trace() as trace:
+        ...     pool.resolve([[6, 2]]).release()
+        >>> steps = trace.drain()
+        >>> steps.ids.tolist(), steps.admissions.tolist()
+        ([[6, 2]], [[1, 0, 2, 0], [1, 0, 6, 1]])
+        """
+        room = 0 if room_bytes is None else count("room_bytes", room_bytes, 1, _INT64)
+        return PoolTrace(self._handle, self.layer.block, room)
 
     # -------------------------------------------------------------------------------------------------- facts
 
@@ -554,13 +733,28 @@ class Route:
         )
 
 
-def _hot(hot: Sequence[int] | npt.NDArray[np.integer[Any]], experts: int) -> npt.NDArray[np.int32]:
-    if not isinstance(hot, Iterable):
-        raise ArgumentError(f"hot is {hot!r}; it must be a sequence of experts, [{hot!r}] for one")
+def _experts(
+    name: str, values: Sequence[int] | npt.NDArray[np.integer[Any]], experts: int
+) -> npt.NDArray[np.int32]:
+    if not isinstance(values, Iterable):
+        raise ArgumentError(f"{name} is {values!r}; it must be a sequence of experts, [{values!r}] for one")
     numbers = []
-    for i, value in enumerate(hot):
-        number = integer(f"hot[{i}]", value)
+    for i, value in enumerate(values):
+        number = integer(f"{name}[{i}]", value)
         if not 0 <= number < experts:
-            raise IdError(f"hot[{i}] is expert {number}; the layer has experts 0 to {experts - 1}")
+            raise IdError(f"{name}[{i}] is expert {number}; the layer has experts 0 to {experts - 1}")
         numbers.append(number)
     return np.array(numbers, np.int32)
+
+
+def _pairs(admissions: Iterable[tuple[int, int]]) -> npt.NDArray[np.int32]:
+    pairs = []
+    for i, pair in enumerate(admissions):
+        try:
+            expert, slot = pair
+        except (TypeError, ValueError):
+            raise ArgumentError(f"admissions[{i}] is {pair!r}; it must be (expert, slot)") from None
+        pairs.append(
+            [count(f"admissions[{i}], the expert,", expert), count(f"admissions[{i}], the slot,", slot)]
+        )
+    return np.array(pairs, np.int32).reshape(-1, 2)

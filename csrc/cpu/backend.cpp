@@ -23,12 +23,17 @@ constexpr int64_t kElements = 1 << 14;  // of an elementwise op in one item
 
 class CpuSlots : public Slots {
   public:
-    CpuSlots(const Layer &layer, int count)
+    CpuSlots(const Layer &layer, int count, int most)
         : count_(count),
           record_bytes_(layer.record_bytes()),
-          memory_(count ? new Pages(count * record_bytes_) : nullptr) {}
+          memory_(std::max(count, most) ? new Pages(std::max(count, most) * record_bytes_) : nullptr) {}
     int count() const override { return count_; }
     int64_t bytes() const override { return count_ * record_bytes_; }
+    // Pages that nothing was written to take no memory.
+    void resize(int count) override {
+        if (count < count_) memory_->forget(count * record_bytes_, count_ * record_bytes_);
+        count_ = count;
+    }
     const uint8_t *slot(int index) const override { return memory_->data() + index * record_bytes_; }
     std::unique_ptr<DeviceRoute> publish(const Route &) override { return nullptr; }
     void fill(int index, const uint8_t *record) override {
@@ -41,7 +46,7 @@ class CpuSlots : public Slots {
     }
 
   private:
-    const int count_;
+    int count_;
     const int64_t record_bytes_;
     const std::unique_ptr<Pages> memory_;
 };
@@ -185,8 +190,8 @@ void combine_slice(const Slice &slice, int64_t columns, const float *rows, const
 
 class CpuBackend : public Backend {
   public:
-    std::unique_ptr<Slots> make_slots(const Layer &layer, int count, int64_t) const override {
-        return std::make_unique<CpuSlots>(layer, count);
+    std::unique_ptr<Slots> make_slots(const Layer &layer, int count, int most, int64_t) const override {
+        return std::make_unique<CpuSlots>(layer, count, most);
     }
 
     void require_host(void *, const char *) const override {}

@@ -89,9 +89,9 @@ class CudaBackend : public Backend {
   public:
     explicit CudaBackend(int device) : device_(device) {}
 
-    std::unique_ptr<Slots> make_slots(const Layer &layer, int count, int64_t budget_bytes) const override {
+    std::unique_ptr<Slots> make_slots(const Layer &layer, int count, int most, int64_t budget_bytes) const override {
         const OnDevice on(device_);
-        return std::make_unique<CudaSlots>(device_, layer, count, budget_bytes);
+        return std::make_unique<CudaSlots>(device_, layer, count, most, budget_bytes);
     }
 
     void require_host(void *stream, const char *what) const override {

@@ -47,25 +47,29 @@ struct Decoder::Workspace {
 };
 
 Decoder::Decoder(int device, const Layer &layer, const std::vector<const uint8_t *> &records, int slots, uint8_t *arena,
-                 bool static_policy, int admit)
+                 const PolicyConfig &policy, int admit)
     : device_(device),
       layer_(layer),
       slots_(slots),
       arena_(arena),
-      static_policy_(static_policy),
+      policy_(policy),
       admit_(admit),
       state_(1),
       slot_of_(layer.experts()),
       expert_in_(slots),
-      stamp_(slots),
+      leases_(slots),
+      uses_(layer.experts()),
       records_(layer.experts()) {
     const RelaxedCapture relaxed;
     for (const Matrix &m : layer.matrices()) load_decode_kernels(m);
     load_resolve_kernel();
     *bad_id_.get() = {0, -1, 1};
-    copy(records_.get(), records.data(), static_cast<int64_t>(records.size() * sizeof(records[0])));
+    copy(records_.get(), records.data(), records.size());
     const DeviceState fresh = {};
-    copy(state_.get(), &fresh, sizeof fresh);
+    copy(state_.get(), &fresh, 1);
+    const std::vector<int32_t> empty(static_cast<size_t>(slots), -1), none(static_cast<size_t>(slots), 0);
+    copy(expert_in_.get(), empty.data(), empty.size());
+    copy(leases_.get(), none.data(), none.size());
 }
 
 Decoder::~Decoder() {
@@ -104,8 +108,8 @@ void Decoder::reserve(int64_t places) {
     while (room < places) room *= 2;
     auto made = std::make_unique<Workspace>(room, layer_);
     const uint32_t none = 0;
-    copy(made->finished.get(), &none, sizeof none);
-    copy(made->resolved.get(), &none, sizeof none);
+    copy(made->finished.get(), &none, 1);
+    copy(made->resolved.get(), &none, 1);
     workspaces_.push_back(std::move(made));
 }
 
@@ -122,7 +126,13 @@ void Decoder::run(const moepool_ids &ids, const moepool_rows &x, const void *wei
     const auto stream = static_cast<cudaStream_t>(caller_stream);
     const int64_t tokens = ids.tokens, k = ids.k;
     const bool in_graph = capturing(stream);
-    if (!in_graph) last_.hold(stream);
+    if (in_graph) {
+        const RelaxedCapture relaxed;
+        leased_.wait();  // a graph can not wait for what was queued outside of it
+    } else {
+        last_.hold(stream);
+        leased_.hold(stream);
+    }
     require_whole();
     reserve(tokens * k);
     const Workspace &w = *workspaces_.back();
@@ -148,9 +158,16 @@ void Decoder::run(const moepool_ids &ids, const moepool_rows &x, const void *wei
     step.weights = weights;
     step.weights_dtype = weights_dtype;
     step.out = out;
-    const ResolveArguments arguments{
-        slots_,           static_policy_, admit_,        state_.get(),
-        expert_in_.get(), stamp_.get(),   bad_id_.get(), gate.quantised() ? places / step.x_per_row * gate.columns : 0};
+    ResolveArguments arguments = {};
+    arguments.slots = slots_;
+    arguments.policy = policy_;
+    arguments.admit = admit_;
+    arguments.state = state_.get();
+    arguments.expert_in = expert_in_.get();
+    arguments.uses = uses_.get();
+    arguments.leases = leases_.get();
+    arguments.bad_id = bad_id_.get();
+    arguments.row_elements = gate.quantised() ? places / step.x_per_row * gate.columns : 0;
     // A step that stops half way has changed the books but not the slots.
     whole_ = false;
     if (tokens > 1) resolve(step, arguments, stream);
@@ -167,41 +184,103 @@ void Decoder::require_whole() const {
         fail(MOEPOOL_ERROR_STATE, "an earlier step of this pool failed on the device half way: make a new pool");
 }
 
-void Decoder::load(const Residency::Snapshot &residency) {
+// Steps of a graph may be under way on any stream.
+void Decoder::wait() {
+    if (captured_)
+        check(cudaDeviceSynchronize(), "waiting for the device");
+    else
+        last_.wait();
+}
+
+void Decoder::load(const Residency::Snapshot &residency, const std::vector<int> &leases) {
     require_whole();
     const OnDevice on(device_);
-    copy(slot_of_.get(), residency.slot_of.data(), layer_.experts() * static_cast<int64_t>(sizeof(int32_t)));
-    copy(expert_in_.get(), residency.expert_in.data(), slots_ * static_cast<int64_t>(sizeof(int32_t)));
-    std::vector<int64_t> stamps(static_cast<size_t>(slots_), 0);
-    for (size_t slot = 0; slot < stamps.size(); ++slot)
-        if (const int32_t expert = residency.expert_in[slot]; expert >= 0)
-            stamps[slot] = residency.uses[static_cast<size_t>(expert)].last;
-    copy(stamp_.get(), stamps.data(), slots_ * static_cast<int64_t>(sizeof(int64_t)));
-    copy(&state_.get()->tick, &residency.tick, sizeof residency.tick);
+    std::vector<int32_t> expert_in = residency.expert_in;
+    expert_in.resize(static_cast<size_t>(slots_), -1);
+    copy(slot_of_.get(), residency.slot_of.data(), residency.slot_of.size());
+    copy(expert_in_.get(), expert_in.data(), expert_in.size());
+    copy(uses_.get(), residency.uses.data(), residency.uses.size());
+    DeviceState state;
+    copy(&state, state_.get(), 1);
+    state.tick = residency.tick;
+    state.slots = static_cast<int32_t>(residency.expert_in.size());
+    state.election = residency.election;
+    copy(state_.get(), &state, 1);
+    lease(leases);
 }
 
 DeviceSteps::Counts Decoder::store(Residency::Snapshot &residency) {
     require_whole();
     const OnDevice on(device_);
-    // Steps of a graph may be under way on any stream.
-    if (captured_)
-        check(cudaDeviceSynchronize(), "waiting for the device");
-    else
-        last_.wait();
-    residency.slot_of.resize(static_cast<size_t>(layer_.experts()));
-    residency.expert_in.resize(static_cast<size_t>(slots_));
-    residency.uses.assign(static_cast<size_t>(layer_.experts()), Use{});
-    std::vector<int64_t> stamps(static_cast<size_t>(slots_));
+    wait();
     DeviceState state;
-    copy(residency.slot_of.data(), slot_of_.get(), layer_.experts() * static_cast<int64_t>(sizeof(int32_t)));
-    copy(residency.expert_in.data(), expert_in_.get(), slots_ * static_cast<int64_t>(sizeof(int32_t)));
-    copy(stamps.data(), stamp_.get(), slots_ * static_cast<int64_t>(sizeof(int64_t)));
-    copy(&state, state_.get(), sizeof state);
+    copy(&state, state_.get(), 1);
     residency.tick = state.tick;
-    for (size_t slot = 0; slot < stamps.size(); ++slot)
-        if (const int32_t expert = residency.expert_in[slot]; expert >= 0)
-            residency.uses[static_cast<size_t>(expert)].last = stamps[slot];
+    residency.election = state.election;
+    residency.slot_of.resize(static_cast<size_t>(layer_.experts()));
+    residency.uses.resize(static_cast<size_t>(layer_.experts()));
+    residency.expert_in.resize(static_cast<size_t>(state.slots));
+    copy(residency.slot_of.data(), slot_of_.get(), residency.slot_of.size());
+    copy(residency.uses.data(), uses_.get(), residency.uses.size());
+    copy(residency.expert_in.data(), expert_in_.get(), residency.expert_in.size());
     return state.counts;
+}
+
+void Decoder::lease(const std::vector<int> &leases) {
+    const OnDevice on(device_);
+    const RelaxedCapture relaxed;
+    std::vector<int32_t> all(leases.begin(), leases.end());
+    all.resize(static_cast<size_t>(slots_), 0);
+    int32_t leased = 0;
+    for (const int32_t routes : all) leased += routes;
+    last_.hold(side_);
+    // Pageable memory is copied before the call returns.
+    const auto bytes = all.size() * sizeof(all[0]);
+    if (bytes)
+        check(cudaMemcpyAsync(leases_.get(), all.data(), bytes, cudaMemcpyHostToDevice, side_), "copying leases");
+    check(cudaMemcpyAsync(&state_.get()->leased, &leased, sizeof leased, cudaMemcpyHostToDevice, side_),
+          "copying leases");
+    leased_.record(side_);
+}
+
+void Decoder::trace(int64_t words) {
+    const OnDevice on(device_);
+    wait();
+    int64_t room = 0;
+    for (room = words > 0 ? 1 : 0; room < words; room *= 2) {
+    }
+    DeviceMemory<uint32_t> ring(room);
+    DeviceState state;
+    copy(&state, state_.get(), 1);
+    state.trace = ring.get();
+    state.trace_words = static_cast<uint64_t>(room);
+    state.traced = state.drained = 0;
+    state.lost = 0;
+    copy(state_.get(), &state, 1);
+    trace_ = std::move(ring);
+    trace_words_ = room;
+    drained_ = 0;
+    lost_ = 0;
+}
+
+int64_t Decoder::take_trace(std::vector<uint32_t> &words) {
+    if (trace_words_ == 0) return 0;
+    const OnDevice on(device_);
+    uint64_t traced = 0;
+    int64_t lost = 0;
+    copy(&traced, &state_.get()->traced, 1);
+    copy(&lost, &state_.get()->lost, 1);
+    const uint64_t room = static_cast<uint64_t>(trace_words_), count = traced - drained_;
+    const size_t before = words.size();
+    words.resize(before + count);
+    const uint64_t at = drained_ & (room - 1), straight = std::min(count, room - at);
+    copy(words.data() + before, trace_.get() + at, straight);
+    copy(words.data() + before + straight, trace_.get(), count - straight);
+    drained_ = traced;
+    copy(&state_.get()->drained, &drained_, 1);  // only now may the device write there again
+    const int64_t more = lost - lost_;
+    lost_ = lost;
+    return more;
 }
 
 DeviceSteps::BadId Decoder::take_bad_id() {

@@ -33,9 +33,10 @@ namespace cuda {
 // Everything that the steps of one pool keep on the device between and during steps.
 class Decoder : public DeviceSteps {
   public:
-    // records: by expert, where its record lies in page-locked host memory as the device addresses it.
+    // records: by expert, where its record lies in page-locked host memory as the device addresses it. slots: the most
+    // that there will be.
     Decoder(int device, const Layer &layer, const std::vector<const uint8_t *> &records, int slots, uint8_t *arena,
-            bool static_policy, int admit);
+            const PolicyConfig &policy, int admit);
     ~Decoder() override;
     Decoder(const Decoder &) = delete;
     Decoder &operator=(const Decoder &) = delete;
@@ -46,8 +47,11 @@ class Decoder : public DeviceSteps {
     std::string describe(int64_t tokens, int64_t k) const override;
     void run(const moepool_ids &ids, const moepool_rows &x, const void *weights, moepool_dtype weights_dtype,
              float *out, void *stream) override;
-    void load(const Residency::Snapshot &residency) override;
+    void load(const Residency::Snapshot &residency, const std::vector<int> &leases) override;
     Counts store(Residency::Snapshot &residency) override;
+    void lease(const std::vector<int> &leases) override;
+    void trace(int64_t words) override;
+    int64_t take_trace(std::vector<uint32_t> &words) override;
     BadId take_bad_id() override;
 
   private:
@@ -55,20 +59,30 @@ class Decoder : public DeviceSteps {
     void reserve(int64_t places);
     void require_whole() const;
     void copy(void *to, const void *from, int64_t bytes);
+    template <class T>
+    void copy(T *to, const T *from, size_t count) {
+        copy(static_cast<void *>(to), static_cast<const void *>(from), static_cast<int64_t>(count * sizeof(T)));
+    }
+    void wait();
 
     const int device_;
     const Layer &layer_;
     const int slots_;
     uint8_t *const arena_;
-    const bool static_policy_;
+    const PolicyConfig policy_;
     const int admit_;
     Stream side_;  // of copies that are no part of a step, also while one is captured
     DeviceMemory<DeviceState> state_;
-    DeviceMemory<int32_t> slot_of_, expert_in_;
-    DeviceMemory<int64_t> stamp_;
+    DeviceMemory<int32_t> slot_of_, expert_in_, leases_;
+    DeviceMemory<Use> uses_;
+    DeviceMemory<uint32_t> trace_;
+    int64_t trace_words_ = 0;
+    uint64_t drained_ = 0;  // of them
+    int64_t lost_ = 0;      // steps, as told so far
     DeviceMemory<const uint8_t *> records_;
     MappedMemory<BadId> bad_id_;
     Event last_;                                          // behind the last step that was not captured
+    Event leased_;                                        // behind the last change of leases_
     bool captured_ = false;                               // a graph holds steps
     bool whole_ = true;                                   // every step so far was launched whole
     std::vector<std::unique_ptr<Workspace>> workspaces_;  // the last is in use; graphs may hold the others

@@ -7,23 +7,32 @@
 
 #include "cuda/step.h"
 #include "pool/backend.h"
+#include "pool/policy.h"
 
 namespace moepool {
 namespace cuda {
 
-// The residency of a pool and what its steps count, in device memory.
+// The residency of a pool and what its steps count, in device memory: a graph holds none of it fixed.
 struct DeviceState {
     int64_t tick;
+    int32_t slots;      // in use
+    int32_t leased;     // how many of these open routes of the host pin
+    uint32_t election;  // Residency::Snapshot
+    uint32_t *trace;    // a ring of words, trace.h; NULL: nobody asks for it
+    uint64_t trace_words;
+    uint64_t traced, drained;  // words that were written so far, and that the host has taken
+    int64_t lost;              // steps that the ring had no room for
     DeviceSteps::Counts counts;
 };
 
 struct ResolveArguments {
-    int slots;
-    bool static_policy;
+    int slots;  // the most that state->slots can be
+    PolicyConfig policy;
     int admit;  // the most admissions; -1: no limit
     DeviceState *state;
     int32_t *expert_in;
-    int64_t *stamp;
+    Use *uses;                   // by expert
+    const int32_t *leases;       // by slot: how many open routes pin it
     DeviceSteps::BadId *bad_id;  // in host memory
     int64_t row_elements;        // of step.x, to be quantised into step.input; 0: not wanted
 };

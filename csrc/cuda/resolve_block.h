@@ -3,8 +3,11 @@
 
 #include <cstdint>
 
+#include "cuda/books.h"
 #include "cuda/resolve.h"
+#include "pool/policy.h"
 #include "pool/route.h"
+#include "pool/trace.h"
 
 namespace moepool {
 namespace cuda {
@@ -23,37 +26,163 @@ __device__ int64_t read_id(const Step &step, int place) {
                            : int64_t{static_cast<const int32_t *>(step.ids)[place]};
 }
 
+// What a step works with, in shared memory.
+struct Books {
+    Use *uses;       // by expert
+    int64_t *worth;  // by slot; of an election, the votes by expert
+    int *count;      // by expert: places
+    int *first;      // in order
+    int *tile;       // first tile
+    int *slot;       // before the step, or -1
+    int *fill;       // the slot that the step gives it, or -1
+    int *missing;    // experts, rising
+    int *ranked;     // the same in the order in which they come in
+    int *inside;     // by slot: its expert
+    int *victims;    // slots; -1: the miss that met it may not replace it
+    int *id;         // by place
+
+    __device__ Books(uint8_t *memory, int experts, int slots)
+        : uses(reinterpret_cast<Use *>(memory)),
+          worth(reinterpret_cast<int64_t *>(uses + experts)),
+          count(reinterpret_cast<int *>(worth + experts)),
+          first(count + experts),
+          tile(first + experts),
+          slot(tile + experts),
+          fill(slot + experts),
+          missing(fill + experts),
+          ranked(missing + experts),
+          inside(ranked + experts),
+          victims(inside + slots),
+          id(victims + slots) {}
+};
+static_assert(sizeof(Use) == 16, "a use is one load");
+
+// A block's threads, as one row of whole warps.
+struct Threads {
+    int thread, threads;
+    __device__ Threads() : thread(blockDim.x * threadIdx.y + threadIdx.x), threads(blockDim.x * blockDim.y) {}
+};
+
+// Residency::elect. The uses of all experts change.
+__device__ inline void elect(const PolicyConfig &p, const Books &books, int experts, int slots, uint32_t election) {
+    const Threads t;
+    for (int e = t.thread; e < experts; e += t.threads) books.worth[e] = policy::votes(p, books.uses[e], election);
+    __syncthreads();
+    for (int e = t.thread; e < experts; e += t.threads) {
+        const int64_t mine = books.worth[e];
+        int rank = 0;
+        for (int other = 0; other < experts; ++other)
+            rank += books.worth[other] > mine || (books.worth[other] == mine && other < e);
+        books.uses[e].marked = mine > 0 && rank < slots;
+    }
+    __syncthreads();
+}
+
+// Residency::protect_fewer, behind the marks of this step's hits.
+__device__ inline void protect_fewer(const PolicyConfig &p, const Books &books, int slots, int64_t tick) {
+    const Threads t;
+    int marked = 0;
+    for (int base = 0; base < slots; base += t.threads) {
+        const int s = base + t.thread;
+        const bool mine = s < slots && books.inside[s] >= 0 && books.uses[books.inside[s]].marked;
+        if (s < slots) books.worth[s] = mine ? books.uses[books.inside[s]].last : policy::kNever;
+        marked += __syncthreads_count(mine);
+    }
+    const int excess = marked - policy::most_protected(p, slots);
+    if (excess <= 0) return;
+    for (int s = t.thread; s < slots; s += t.threads) {
+        const int64_t mine = books.worth[s];
+        if (mine == policy::kNever) continue;
+        int rank = 0;
+        for (int other = 0; other < slots; ++other)
+            rank += books.worth[other] < mine || (books.worth[other] == mine && other < s);
+        if (rank >= excess) continue;
+        books.uses[books.inside[s]].marked = 0;
+        books.uses[books.inside[s]].last = tick;
+    }
+    __syncthreads();
+}
+
+// The first `misses` of books.missing, by falling claim, to books.ranked.
+__device__ inline void rank_misses(const PolicyConfig &p, const Books &books, int misses, uint32_t epoch) {
+    const Threads t;
+    for (int i = t.thread; i < misses; i += t.threads) {
+        const int64_t mine = policy::claim(p, books.uses[books.missing[i]], epoch);
+        int rank = 0;
+        for (int other = 0; other < misses; ++other) {
+            const int64_t claim = policy::claim(p, books.uses[books.missing[other]], epoch);
+            rank += claim > mine || (claim == mine && other < i);
+        }
+        books.ranked[rank] = books.missing[i];
+    }
+    __syncthreads();
+}
+
+// Appends a step to the trace: pool/trace.h says what the words mean. Off the way of all that waits for the step.
+__device__ inline void trace_step(const Step &step, DeviceState *state, uint32_t *ring, const Books &books,
+                                  const int *ranked, int64_t tick, bool bypass, int met, int admitted) {
+    __shared__ unsigned long long begin;
+    const Threads t;
+    const int places = step.tokens * step.k;
+    const int words = trace::kHeaderWords + places + trace::kAdmissionWords * admitted;
+    const uint64_t room = state->trace_words;
+    if (t.thread == 0) {
+        begin = state->traced;
+        const volatile uint64_t *drained = &state->drained;
+        if (begin + words - *drained > room) {
+            begin = ~0ull;
+            ++state->lost;
+        }
+    }
+    __syncthreads();
+    if (begin == ~0ull) return;
+    const auto put = [&](int at, int64_t value) { ring[(begin + at) & (room - 1)] = static_cast<uint32_t>(value); };
+    if (t.thread == 0) {
+        const trace::Header header = {static_cast<uint32_t>(words), tick,  step.tokens, step.k, admitted,
+                                      MOEPOOL_TRACE_DECODE,         bypass};
+        for (int i = 0; i < trace::kHeaderWords; ++i) put(i, header.word(i));
+    }
+    for (int p = t.thread; p < places; p += t.threads) put(trace::kHeaderWords + p, books.id[p]);
+    for (int i = t.thread; i < met; i += t.threads) {
+        const int s = books.victims[i];
+        if (s < 0) continue;
+        int at = trace::kHeaderWords + places;
+        for (int other = 0; other < i; ++other) at += books.victims[other] >= 0 ? trace::kAdmissionWords : 0;
+        put(at, ranked[i]);
+        put(at + 1, s);
+        put(at + 2, books.inside[s]);
+    }
+    __threadfence_system();
+    __syncthreads();
+    if (t.thread == 0) publish(&state->traced, uint64_t{begin + words});
+}
+
 // memory: shared, resolve_shared_bytes(experts, slots) of it. All threads of the block; whole warps.
 __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArguments &a, uint8_t *memory) {
     const Residents &residents = step.residents;
     const StepTables &tables = step.tables;
     const int experts = residents.experts, places = step.tokens * step.k;
     const bool single = step.tokens == 1;
-    int64_t *stamps = reinterpret_cast<int64_t *>(memory);   // by slot
-    int *count = reinterpret_cast<int *>(stamps + a.slots);  // by expert: places
-    int *first = count + experts;                            // in order
-    int *tile = first + experts;                             // first tile
-    int *slot = tile + experts;                              // before the step, or -1
-    int *fill = slot + experts;                              // the slot that the step gives it, or -1
-    int *missing = fill + experts;                           // experts, rising
-    int *inside = missing + experts;                         // by slot: its expert
-    int *victims = inside + a.slots;
-    int *id = victims + a.slots;  // by place
+    const Books books(memory, experts, a.slots);
+    int *const count = books.count, *const first = books.first, *const tile = books.tile, *const slot = books.slot;
+    int *const fill = books.fill, *const missing = books.missing, *const inside = books.inside, *const id = books.id;
     __shared__ int4 warp_counts[32];
-    __shared__ unsigned long long evictions, bad;  // bad: the first place out of range
+    __shared__ unsigned long long bad;  // the first place out of range
+    __shared__ int evictions, admissions;
 
     const int thread = blockDim.x * threadIdx.y + threadIdx.x, threads = blockDim.x * blockDim.y, lane = thread % 32;
     const int64_t tick_before = a.state->tick;
+    const int slots = a.state->slots;
+    const bool leased = a.state->leased > 0;
+    uint32_t *const ring = a.state->trace;
     for (int e = thread; e < experts; e += threads) {
         count[e] = 0;
         fill[e] = -1;
         slot[e] = residents.slot_of[e];
+        books.uses[e] = a.uses[e];
     }
-    for (int s = thread; s < a.slots; s += threads) {
-        stamps[s] = a.stamp[s];
-        inside[s] = a.expert_in[s];
-    }
-    if (thread == 0) evictions = 0, bad = ~0ull;
+    for (int s = thread; s < slots; s += threads) inside[s] = a.expert_in[s];
+    if (thread == 0) evictions = 0, admissions = 0, bad = ~0ull;
     __syncthreads();
 
     for (int p = thread; p < places; p += threads) {
@@ -102,45 +231,86 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         __syncthreads();
     }
 
-    const bool bypass = hits + misses > a.slots;
+    const bool bypass = hits + misses > slots;
     const int64_t tick = tick_before + (hits + misses > 0);
-    int admitted = 0;
-    if (!bypass && !a.static_policy && misses > 0) {
-        admitted = a.admit < 0 ? misses : min(misses, a.admit);
-        // A slot's rank among the victims, in rising (stamp, slot): the law's order. An empty slot's stamp is 0.
-        int available = 0;
-        for (int base = 0; base < a.slots; base += threads) {
-            const int s = base + thread;
-            const bool victim = s < a.slots && (inside[s] < 0 || count[inside[s]] == 0);
-            if (s < a.slots) stamps[s] = !victim ? INT64_MAX : inside[s] < 0 ? 0 : stamps[s];
-            available += __syncthreads_count(victim);
+    const PolicyConfig &p = a.policy;
+    const bool counting = policy::counts(p),
+               all_change = p.kind == MOEPOOL_POLICY_SLRU || p.kind == MOEPOOL_POLICY_REELECT;
+    uint32_t epoch = 0, election = 0;
+    int met = 0;  // misses that met a victim
+    const bool advances = !bypass && hits + misses > 0;
+    if (advances) {
+        if (counting) epoch = policy::epoch_of(p, tick);
+        if (p.kind == MOEPOOL_POLICY_REELECT) {
+            election = a.state->election;
+            if (epoch != election) elect(p, books, experts, slots, election);
         }
-        admitted = min(admitted, available);
-        for (int s = thread; s < a.slots; s += threads) {
-            const int64_t mine = stamps[s];
-            if (mine == INT64_MAX) continue;
+        for (int e = thread; e < experts; e += threads) {
+            if (count[e] == 0) continue;
+            if (counting) policy::count_use(p, books.uses[e], epoch);
+            books.uses[e].last = tick;
+            if (p.kind == MOEPOOL_POLICY_SLRU && slot[e] >= 0) books.uses[e].marked = 1;
+        }
+        if (p.kind == MOEPOOL_POLICY_SLRU || misses > 0) __syncthreads();
+        if (p.kind == MOEPOOL_POLICY_SLRU) protect_fewer(p, books, slots, tick);
+    }
+    const int *ranked = missing;
+    if (advances && p.kind != MOEPOOL_POLICY_STATIC && misses > 0) {
+        // A slot's rank among the victims, in rising (worth, slot): the law's order.
+        int available = 0;
+        for (int base = 0; base < slots; base += threads) {
+            const int s = base + thread;
+            int64_t worth = policy::kNever;
+            if (s < slots && !(leased && a.leases[s] > 0)) {
+                const int e = inside[s];
+                if (e < 0)
+                    worth = policy::kEmpty;
+                else if (count[e] == 0 && policy::may_go(p, books.uses[e], s))
+                    worth = policy::worth(p, books.uses[e], epoch);
+            }
+            if (s < slots) books.worth[s] = worth;
+            available += __syncthreads_count(worth != policy::kNever);
+        }
+        met = min(a.admit < 0 ? misses : min(misses, a.admit), available);
+        for (int s = thread; s < slots; s += threads) {
+            const int64_t mine = books.worth[s];
+            if (mine == policy::kNever) continue;
             int rank = 0;
 #pragma unroll 8
-            for (int other = 0; other < a.slots; ++other)
-                rank += stamps[other] < mine || (stamps[other] == mine && other < s);
-            if (rank < admitted) victims[rank] = s;
+            for (int other = 0; other < slots; ++other)
+                rank += books.worth[other] < mine || (books.worth[other] == mine && other < s);
+            if (rank < met) books.victims[rank] = s;
+        }
+        if (policy::ranks_misses(p)) {
+            rank_misses(p, books, misses, epoch);
+            ranked = books.ranked;
         }
         __syncthreads();
-        for (int i = thread; i < admitted; i += threads) {
-            const int s = victims[i], e = missing[i];
-            if (inside[s] >= 0) atomicAdd(&evictions, 1ull);
+        for (int i = thread; i < met; i += threads) {
+            const int s = books.victims[i], e = ranked[i], evicted = inside[s];
+            if (evicted >= 0) {
+                if (!policy::may_replace(p, books.uses[e], books.uses[evicted], epoch, epoch != 0)) {
+                    books.victims[i] = -1;
+                    continue;
+                }
+                atomicAdd(&evictions, 1);
+                if (p.kind == MOEPOOL_POLICY_SLRU) books.uses[evicted].marked = 0;
+            }
+            const int n = atomicAdd(&admissions, 1);
             if (single) {
-                tables.commits[i] = {inside[s], e, s};
+                tables.commits[n] = {evicted, e, s};
             } else {
-                if (inside[s] >= 0) residents.slot_of[inside[s]] = -1;
+                if (evicted >= 0) residents.slot_of[evicted] = -1;
                 residents.slot_of[e] = s;
             }
             a.expert_in[s] = e;
-            a.stamp[s] = tick;
             fill[e] = s;
         }
         __syncthreads();
     }
+    const int admitted = admissions;
+    if (advances && all_change)
+        for (int e = thread; e < experts; e += threads) a.uses[e] = books.uses[e];
     const auto slot_address = [&](int s) { return residents.arena + s * residents.record_bytes; };
     const auto tile_of = [&](int e, int begin, int n) {
         const DecodeTile made{slot[e] >= 0 ? slot_address(slot[e]) : residents.records[e],
@@ -149,7 +319,10 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     };
     for (int e = thread; e < experts; e += threads) {
         if (count[e] == 0) continue;
-        if (!bypass && slot[e] >= 0) a.stamp[slot[e]] = tick;
+        if (advances && counting)
+            a.uses[e] = books.uses[e];
+        else if (advances && !all_change)
+            a.uses[e].last = tick;
         if (!single)
             for (int i = 0; i * kMostDecodeTokens < count[e]; ++i)
                 tables.tiles[tile[e] + i] = tile_of(e, first[e] + i * kMostDecodeTokens,
@@ -170,12 +343,13 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         __syncthreads();
         if (thread == 0) {
             *tables.commit_count = admitted;
-            asm volatile("st.release.gpu.u32 [%0], 1;" ::"l"(tables.resolved) : "memory");
+            publish(tables.resolved, 1u);
         }
     }
     if (thread == 0) {
         *tables.tile_count = single ? places : tiles;
         a.state->tick = tick;
+        if (advances && p.kind == MOEPOOL_POLICY_REELECT) a.state->election = epoch;
         DeviceSteps::Counts &counts = a.state->counts;
         // Atomic, so that nobody waits for the sums.
         const auto count_up = [](int64_t &total, int64_t by) {
@@ -192,13 +366,14 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         }
         volatile DeviceSteps::BadId *told = a.bad_id;
         if (bad != ~0ull && told->place < 0) {
-            const int p = static_cast<int>(bad);
-            told->id = read_id(step, p);
+            const int at = static_cast<int>(bad);
+            told->id = read_id(step, at);
             told->k = step.k;
             __threadfence_system();
-            told->place = p;
+            told->place = at;
         }
     }
+    if (ring) trace_step(step, a.state, ring, books, ranked, tick, bypass, met, admitted);
 }
 
 }  // namespace

@@ -64,9 +64,17 @@ void CudaRoute::end(cudaStream_t stream) {
     reads_.back().second.record(stream);
 }
 
-CudaSlots::CudaSlots(int device, const Layer &layer, int count, int64_t budget_bytes)
-    : device_(device), layer_(layer), pinning_(layer.pin(pin_pieces)), uploader_(pinning_) {
-    allocate(count, budget_bytes);
+CudaSlots::CudaSlots(int device, const Layer &layer, int count, int most, int64_t budget_bytes)
+    : device_(device),
+      layer_(layer),
+      most_(std::max(count, most)),
+      budget_bytes_(budget_bytes),
+      pinning_(layer.pin(pin_pieces)),
+      uploader_(pinning_) {
+    const int64_t record = layer.record_bytes();
+    fit(count, [&](int slots) { arena_ = Arena(device, slots * record, most * record); });
+    if (count_)
+        check(cudaMemsetAsync(arena_.get(), 0, static_cast<size_t>(count_ * record), staging_), "clearing slots");
 }
 
 CudaSlots::~CudaSlots() {
@@ -82,28 +90,49 @@ CudaSlots::~CudaSlots() {
     slot_bytes[device_] -= bytes();
 }
 
-void CudaSlots::allocate(int count, int64_t budget_bytes) {
+template <class Take>
+void CudaSlots::fit(int count, const Take &take) {
     const std::lock_guard<std::mutex> lock(budget_mutex);
     int64_t &taken = slot_bytes[device_];
-    if (budget_bytes == 0) {
+    const int64_t others = taken - bytes(), record = layer_.record_bytes();
+    int64_t budget = budget_bytes_;
+    if (budget == 0) {
         size_t free = 0, total = 0;
         check(cudaMemGetInfo(&free, &total), "asking for free memory");
-        budget_bytes = std::max<int64_t>(0, (static_cast<int64_t>(free) + taken) / 2 - taken);
+        budget = std::max<int64_t>(0, (static_cast<int64_t>(free) + taken) / 2 - others);
     }
-    const int64_t record = layer_.record_bytes();
-    count = static_cast<int>(std::min<int64_t>(count, budget_bytes / record));
-    // Somebody else may take memory between the question and the answer: then with fewer slots, down to none.
-    for (; count > 0; count = count * 3 / 4) {
+    count = std::max(count_, static_cast<int>(std::min<int64_t>(count, budget / record)));
+    // Somebody else may take memory between the question and the answer: then with fewer slots, down to what there was.
+    for (; count > count_; count = std::max(count_, count * 3 / 4)) {
         try {
-            arena_ = DeviceMemory<uint8_t>(count * record);
+            take(count);
             break;
         } catch (const Error &error) {
             if (error.status() != MOEPOOL_ERROR_OUT_OF_MEMORY) throw;
         }
     }
-    if (count) check(cudaMemsetAsync(arena_.get(), 0, static_cast<size_t>(count * record), staging_), "clearing slots");
     count_ = count;
-    taken += bytes();
+    taken = others + bytes();
+}
+
+void CudaSlots::resize(int count) {
+    const OnDevice on(device_);
+    const int64_t record = layer_.record_bytes();
+    count = std::min(count, most_);
+    if (count > count_) {
+        const int before = count_;
+        fit(count, [&](int slots) { arena_.resize(slots * record); });
+        if (count_ > before)
+            check(cudaMemsetAsync(arena_.get() + before * record, 0, static_cast<size_t>((count_ - before) * record),
+                                  staging_),
+                  "clearing slots");
+        return;
+    }
+    const std::lock_guard<std::mutex> lock(budget_mutex);
+    const int64_t before = bytes();
+    arena_.resize(count * record);
+    count_ = count;
+    slot_bytes[device_] += bytes() - before;
 }
 
 void CudaSlots::fill(int index, const uint8_t *record) {
@@ -123,8 +152,7 @@ void CudaSlots::settle() {
 }
 
 DeviceSteps *CudaSlots::device_steps(const PolicyConfig &policy, int admit) {
-    if (policy.guard || (policy.kind != MOEPOOL_POLICY_LRU && policy.kind != MOEPOOL_POLICY_STATIC)) return nullptr;
-    if (decoder_ || Decoder::refuses(layer_, count_)) return decoder_.get();
+    if (decoder_ || Decoder::refuses(layer_, most_)) return decoder_.get();
     if (!pinning_.pinned(layer_.record(layer_.experts() - 1))) return nullptr;
     if (no_decoder_) return nullptr;
     const OnDevice on(device_);
@@ -135,8 +163,7 @@ DeviceSteps *CudaSlots::device_steps(const PolicyConfig &policy, int admit) {
             check(cudaHostGetDevicePointer(&address, layer_.record(expert), 0), "asking for the address of a record");
             records.push_back(static_cast<const uint8_t *>(address));
         }
-        decoder_ = std::make_unique<Decoder>(device_, layer_, records, count_, arena_.get(),
-                                             policy.kind == MOEPOOL_POLICY_STATIC, admit);
+        decoder_ = std::make_unique<Decoder>(device_, layer_, records, most_, arena_.get(), policy, admit);
     } catch (const Error &error) {
         // The host can take the steps all the same.
         if (error.status() != MOEPOOL_ERROR_OUT_OF_MEMORY && error.status() != MOEPOOL_ERROR_UNSUPPORTED) throw;

@@ -14,6 +14,7 @@
 #include <utility>
 #include <vector>
 
+#include "cuda/arena.h"
 #include "cuda/decode.h"
 #include "cuda/matmul.h"
 #include "cuda/pinning.h"
@@ -77,14 +78,15 @@ class CudaRoute : public DeviceRoute {
 
 class CudaSlots : public Slots {
   public:
-    CudaSlots(int device, const Layer &layer, int count, int64_t budget_bytes);
+    CudaSlots(int device, const Layer &layer, int count, int most, int64_t budget_bytes);
     ~CudaSlots() override;
 
     int count() const override { return count_; }
-    int64_t bytes() const override { return count_ * layer_.record_bytes(); }
+    int64_t bytes() const override { return arena_.taken(); }
     const uint8_t *slot(int index) const override { return arena_.get() + index * layer_.record_bytes(); }
     void fill(int index, const uint8_t *record) override;
     std::unique_ptr<DeviceRoute> publish(const Route &route) override;
+    void resize(int count) override;
     void settle() override;
     DeviceSteps *device_steps(const PolicyConfig &policy, int admit) override;
 
@@ -96,12 +98,16 @@ class CudaSlots : public Slots {
                const Compute &compute);
 
   private:
-    void allocate(int count, int64_t budget_bytes);
+    // Calls take(slots) with as many as the budget and the memory have room for, at most `count`.
+    template <class Take>
+    void fit(int count, const Take &take);
 
     const int device_;
     const Layer &layer_;
+    const int most_;  // slots that there may be
+    const int64_t budget_bytes_;
     int count_ = 0;
-    DeviceMemory<uint8_t> arena_;
+    Arena arena_;
     const Pinning &pinning_;
     Uploader uploader_;
     Stream staging_, copies_;

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "moepool.h"
 #include "pool/residency.h"
@@ -36,9 +37,17 @@ class DeviceSteps {
     virtual std::string describe(int64_t tokens, int64_t k) const = 0;
     virtual void run(const moepool_ids &ids, const moepool_rows &x, const void *weights, moepool_dtype weights_dtype,
                      float *out, void *stream) = 0;
-    // Moves the residency to the device, and back with what was counted there so far. Both wait for the device.
-    virtual void load(const Residency::Snapshot &residency) = 0;
+    // Moves the residency to the device, and back with what was counted there so far. Both wait for the device. leases:
+    // how many open routes pin each slot.
+    virtual void load(const Residency::Snapshot &residency, const std::vector<int> &leases) = 0;
     virtual Counts store(Residency::Snapshot &residency) = 0;
+    // Tells the device of leases that have changed: behind the steps so far, in front of those to come.
+    virtual void lease(const std::vector<int> &leases) = 0;
+    // Records steps from here on, in a ring of at least so many words (trace.h); 0: no more. Waits for the device.
+    virtual void trace(int64_t words) = 0;
+    // Appends the steps recorded since the last call and gives how many more there was no room for. Waits for nobody:
+    // store does.
+    virtual int64_t take_trace(std::vector<uint32_t> &words) = 0;
     // The first id out of range since the last call, as far as the device has come. Does not wait.
     virtual BadId take_bad_id() = 0;
 };
@@ -55,6 +64,8 @@ class Slots {
     virtual void fill(int index, const uint8_t *record) = 0;
     // Makes a route, whose groups are set, known to the device. Its ops see all fills made so far.
     virtual std::unique_ptr<DeviceRoute> publish(const Route &route) = 0;
+    // Changes the count to at most what make_slots was told, less if memory is short; nothing reads the slots that go.
+    virtual void resize(int count) = 0;
     // Waits until fills and the ops of routes that have ended are done.
     virtual void settle() {}
     // NULL: this device, or this layer on it, has none.
@@ -65,8 +76,9 @@ class Backend {
   public:
     virtual ~Backend() = default;
 
-    // Slots for at most `count` records; fewer if memory is short (moepool_pool_config.budget_bytes).
-    virtual std::unique_ptr<Slots> make_slots(const Layer &layer, int count, int64_t budget_bytes) const = 0;
+    // Slots for at most `count` records; fewer if memory is short (moepool_pool_config.budget_bytes). most: what they
+    // may be resized to; memory is taken for `count` only.
+    virtual std::unique_ptr<Slots> make_slots(const Layer &layer, int count, int most, int64_t budget_bytes) const = 0;
 
     // Fails with MOEPOOL_ERROR_STATE if the host can not wait for this stream, because it records a graph.
     virtual void require_host(void *stream, const char *what) const = 0;

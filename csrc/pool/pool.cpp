@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cstring>
+#include <utility>
 
 #include "error.h"
+#include "pool/state.h"
 
 namespace moepool {
 
@@ -59,6 +61,14 @@ PolicyConfig checked_policy(const moepool_pool_config &config) {
     return policy;
 }
 
+// 0: nobody asked for more, nor for memory to be given back.
+int checked_most(const moepool_pool_config &config) {
+    if (config.max_slots != 0 && config.max_slots < config.slots)
+        fail(MOEPOOL_ERROR_ARGUMENT, "max_slots is %d: it must be at least slots, which is %d", config.max_slots,
+             config.slots);
+    return config.max_slots;
+}
+
 const Store &sealed(const Store &store) {
     if (!store.sealed()) fail(MOEPOOL_ERROR_STATE, "the store is still being packed: seal it before making pools");
     return store;
@@ -89,7 +99,8 @@ Pool::Pool(std::shared_ptr<const Store> store, const moepool_pool_config &config
       miss_(checked_miss(config.miss)),
       admit_(at_least(config.admit, -1, "admit")),
       prompt_tokens_(at_least(config.prompt_tokens, 0, "prompt_tokens")),
-      slots_(backend_.make_slots(layer_, std::min(at_least(config.slots, 0, "slots"), layer_.experts()),
+      max_slots_(std::min(checked_most(config), layer_.experts())),
+      slots_(backend_.make_slots(layer_, std::min(at_least(config.slots, 0, "slots"), layer_.experts()), max_slots_,
                                  checked_budget(config.budget_bytes))),
       residency_(layer_.experts(), slots_->count(), policy_, admit_),
       leases_(static_cast<size_t>(residency_.slots()), 0) {
@@ -110,7 +121,7 @@ Pool::Pool(std::shared_ptr<const Store> store, const moepool_pool_config &config
     }
     fill(hot);
     stats_.copied_bytes = 0;  // counts what steps copy
-    stats_.slots = residency_.slots();
+    stats_.slots = made_slots_ = residency_.slots();
     stats_.experts = layer_.experts();
 }
 
@@ -217,14 +228,15 @@ bool Pool::ffn_on_device(const moepool_ids &ids, moepool_phase phase, const moep
         return false;
     const std::lock_guard<std::mutex> lock(mutex_);
     DeviceSteps *steps = slots_->device_steps(policy_, admit_);
-    if (!steps || open_routes_ > 0 || steps->refuses(ids.tokens, ids.k)) return false;
+    if (!steps || steps->refuses(ids.tokens, ids.k)) return false;
     raise_pending();
     if (must_settle_) {
         slots_->settle();
         must_settle_ = false;
     }
     if (!device_steps_) {
-        steps->load(residency_.snapshot());
+        steps->load(residency_.snapshot(), leases_);
+        if (tracing_) steps->trace(trace_room_);
         device_steps_ = steps;
     }
     steps->run(ids, x, weights, weights_dtype, out, stream);
@@ -239,10 +251,50 @@ std::string Pool::describe(int64_t tokens, int64_t k) {
     DeviceSteps *steps = slots_->device_steps(policy_, admit_);
     if (!steps) return "host: not all records are page-locked, or gate and up differ in type, or it is no FFN";
     if (const char *why = steps->refuses(tokens, k)) return std::string("host: ") + why;
-    return "device: " + steps->describe(tokens, k) + (open_routes_ ? "; but the host while a route is open" : "");
+    return "device: " + steps->describe(tokens, k);
 }
 
-std::unique_ptr<Route> Pool::resolve(const moepool_ids &ids, moepool_phase phase, void *stream) {
+void Pool::return_residency() {
+    if (!device_steps_) return;
+    device_steps_->load(residency_.snapshot(), leases_);
+    slots_->settle();
+}
+
+// Whether a step that wants these may admit so; nothing has changed yet.
+void Pool::check(const std::vector<Residency::Choice> &chosen, const std::vector<int> &wanted, bool prompt) const {
+    const int slots = residency_.slots();
+    if (!chosen.empty() && (prompt || static_cast<int>(wanted.size()) > slots))
+        fail(MOEPOOL_ERROR_ARGUMENT, "admissions for a step that bypasses, since it %s: it admits nobody",
+             prompt ? "is a prompt" : "wants more experts than there are slots");
+    const auto wants = [&](int expert) { return std::binary_search(wanted.begin(), wanted.end(), expert); };
+    std::vector<bool> named(static_cast<size_t>(residency_.experts()), false),
+        filled(static_cast<size_t>(slots), false);
+    for (size_t i = 0; i < chosen.size(); ++i) {
+        const int expert = chosen[i].expert, slot = chosen[i].slot;
+        const char *why = nullptr;
+        if (slot < 0 || slot >= slots)
+            why = "there is no such slot";
+        else if (!wants(expert))
+            why = "the step does not want this expert";
+        else if (residency_.slot_of(expert) >= 0)
+            why = "the expert is resident already";
+        else if (leases_[static_cast<size_t>(slot)])
+            why = "an open route reads this slot";
+        else if (wants(residency_.expert_in(slot)))
+            why = "the step wants the expert in this slot";
+        else if (named[static_cast<size_t>(expert)])
+            why = "the expert is named twice";
+        else if (filled[static_cast<size_t>(slot)])
+            why = "the slot is named twice";
+        if (why)
+            fail(MOEPOOL_ERROR_ARGUMENT, "admission %d, of expert %d to slot %d: %s", static_cast<int>(i), expert, slot,
+                 why);
+        named[static_cast<size_t>(expert)] = filled[static_cast<size_t>(slot)] = true;
+    }
+}
+
+std::unique_ptr<Route> Pool::resolve(const moepool_ids &ids, moepool_phase phase, void *stream,
+                                     const std::vector<Residency::Choice> *chosen) {
     const bool prompt = is_prompt(ids.tokens, phase);
     backend_.require_host(stream, "resolving ids");
     std::unique_ptr<Route> route;
@@ -251,24 +303,25 @@ std::unique_ptr<Route> Pool::resolve(const moepool_ids &ids, moepool_phase phase
     route = std::make_unique<Route>(shared_from_this(), read_ids(ids, stream), ids.tokens, ids.k);
     ++open_routes_;
     route->counted = true;
+    const std::vector<int> wanted = route->wanted();
+    if (!route->groups.empty() || tracing_) fetch_residency();
+    if (chosen) check(*chosen, wanted, prompt);
     if (route->groups.empty()) {
+        record(residency_.tick(), route.get(), prompt ? MOEPOOL_TRACE_PROMPT : MOEPOOL_TRACE_DECODE, false, {});
         route->device = slots_->publish(*route);
         return route;
     }
-    fetch_residency();
     std::vector<bool> hit;
-    for (const Route::Group &group : route->groups) hit.push_back(residency_.slot_of(group.expert) >= 0);
-    const Residency::Step step = residency_.step(route->wanted(), prompt, leases_);
+    for (const int expert : wanted) hit.push_back(residency_.slot_of(expert) >= 0);
+    const Residency::Step &step =
+        residency_.step(wanted.data(), static_cast<int>(wanted.size()), prompt, leases_.data(), chosen);
     try {
         fill(step.admissions);
     } catch (...) {
-        if (device_steps_) device_steps_->load(residency_.snapshot());  // without what could not be filled
+        if (device_steps_) device_steps_->load(residency_.snapshot(), leases_);  // without what could not be filled
         throw;
     }
-    if (device_steps_) {
-        device_steps_->load(residency_.snapshot());
-        slots_->settle();
-    }
+    record(step.tick, route.get(), prompt ? MOEPOOL_TRACE_PROMPT : MOEPOOL_TRACE_DECODE, step.bypass, step.admissions);
 
     // The map is as the step left it: only now is it read.
     for (size_t i = 0; i < route->groups.size(); ++i) {
@@ -288,6 +341,7 @@ std::unique_ptr<Route> Pool::resolve(const moepool_ids &ids, moepool_phase phase
             (miss_ == MOEPOOL_MISS_HOST ? stats_.host_bytes : stats_.in_place_bytes) += layer_.record_bytes();
     }
     route->leased = true;
+    return_residency();
     ++stats_.steps;
     stats_.bypasses += step.bypass;
     (prompt ? stats_.prompt_hits : stats_.hits) += step.hits;
@@ -310,6 +364,210 @@ void Pool::release(const Route &route) {
     if (!route.leased) return;
     for (const Route::Group &group : route.groups)
         if (group.slot >= 0) --leases_[static_cast<size_t>(group.slot)];
+    try {
+        if (device_steps_) device_steps_->lease(leases_);
+    } catch (...) {  // the device is lost: its next use says so
+    }
+}
+
+int Pool::prefetch(const int32_t *experts, int count) {
+    std::vector<int> wanted;
+    std::vector<bool> named(static_cast<size_t>(layer_.experts()), false);
+    for (int i = 0; i < at_least(count, 0, "count"); ++i) {
+        const int expert = experts[i];
+        if (expert < 0 || expert >= layer_.experts())
+            fail(MOEPOOL_ERROR_INDEX, "expert %d at position %d is outside [0, %d)", expert, i, layer_.experts());
+        if (named[static_cast<size_t>(expert)])
+            fail(MOEPOOL_ERROR_ARGUMENT, "expert %d at position %d is named twice", expert, i);
+        named[static_cast<size_t>(expert)] = true;
+        wanted.push_back(expert);
+    }
+    const std::lock_guard<std::mutex> lock(mutex_);
+    raise_pending();
+    fetch_residency();
+    const std::vector<Residency::Admission> &admissions = residency_.prefetch(wanted, leases_);
+    try {
+        fill(admissions);
+    } catch (...) {
+        if (device_steps_) device_steps_->load(residency_.snapshot(), leases_);
+        throw;
+    }
+    record(residency_.tick(), nullptr, MOEPOOL_TRACE_PREFETCH, false, admissions);
+    for (const Residency::Admission &admission : admissions) stats_.evictions += admission.evicted >= 0;
+    stats_.prefetched += static_cast<int64_t>(admissions.size());
+    return_residency();
+    return static_cast<int>(admissions.size());
+}
+
+int Pool::resize(int slots) {
+    at_least(slots, 0, "slots");
+    const std::lock_guard<std::mutex> lock(mutex_);
+    raise_pending();
+    const int most = std::max(max_slots_, made_slots_);
+    if (slots > most)
+        fail(MOEPOOL_ERROR_ARGUMENT, "%d slots, but the pool was made for at most %d: make it with a greater max_slots",
+             slots, most);
+    if (policy_.kind == MOEPOOL_POLICY_PINNED && slots < policy_.pinned)
+        fail(MOEPOOL_ERROR_ARGUMENT, "%d slots, but %d experts are pinned", slots, policy_.pinned);
+    for (size_t slot = static_cast<size_t>(slots); slot < leases_.size(); ++slot)
+        if (leases_[slot])
+            fail(MOEPOOL_ERROR_STATE, "an open route reads slot %d: release it before there are only %d slots",
+                 static_cast<int>(slot), slots);
+    fetch_residency();
+    if (slots > residency_.slots()) {
+        slots_->resize(slots);
+        residency_.resize(slots_->count(), leases_);
+        leases_.resize(static_cast<size_t>(residency_.slots()), 0);
+        return_residency();
+    } else if (slots < residency_.slots()) {
+        std::vector<Residency::Admission> moved;
+        for (const Residency::Choice &move : residency_.resize(slots, leases_))
+            moved.push_back({move.expert, move.slot, -1});
+        leases_.resize(static_cast<size_t>(slots));
+        const int64_t copied = stats_.copied_bytes;  // which counts what steps copy
+        try {
+            slots_->settle();  // what still reads the slots
+            fill(moved);
+        } catch (...) {
+            stats_.slots = slots;
+            if (device_steps_) device_steps_->load(residency_.snapshot(), leases_);
+            throw;
+        }
+        stats_.copied_bytes = copied;
+        return_residency();
+        slots_->settle();
+        slots_->resize(slots);  // last: nobody knows of the slots that go any more
+    }
+    stats_.slots = residency_.slots();
+    return stats_.slots;
+}
+
+std::vector<uint8_t> Pool::save() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    fetch_residency();
+    raise_pending();
+    return write_state(residency_.snapshot(), policy_, layer_);
+}
+
+void Pool::load(const uint8_t *data, int64_t size) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    raise_pending();
+    if (open_routes_)
+        fail(MOEPOOL_ERROR_STATE, "%d routes of the pool are open: release them before its state is loaded",
+             open_routes_);
+    const Residency::Snapshot state = read_state(data, size, residency_.slots(), policy_, layer_);
+    fetch_residency();
+    const int64_t copied = stats_.copied_bytes;  // which counts what steps copy
+    residency_.restore(state);
+    std::vector<Residency::Admission> residents;
+    for (int slot = 0; slot < residency_.slots(); ++slot)
+        if (const int expert = residency_.expert_in(slot); expert >= 0) residents.push_back({expert, slot, -1});
+    slots_->settle();
+    try {
+        fill(residents);
+    } catch (...) {
+        if (device_steps_) device_steps_->load(residency_.snapshot(), leases_);
+        throw;
+    }
+    stats_.copied_bytes = copied;
+    return_residency();
+}
+
+void Pool::record(int64_t tick, const Route *route, moepool_trace_phase phase, bool bypass,
+                  const std::vector<Residency::Admission> &admissions) {
+    if (!tracing_) return;
+    drain_trace();  // what the device has done before
+    const auto places = route ? route->places() : 0;
+    trace::Header header = {};
+    header.words = static_cast<uint32_t>(trace::kHeaderWords + places +
+                                         trace::kAdmissionWords * static_cast<int64_t>(admissions.size()));
+    header.tick = tick;
+    header.tokens = route ? static_cast<int32_t>(route->tokens()) : 0;
+    header.k = route ? static_cast<int32_t>(route->k()) : 0;
+    header.admitted = static_cast<int32_t>(admissions.size());
+    header.phase = phase;
+    header.bypass = bypass;
+    for (int i = 0; i < trace::kHeaderWords; ++i) trace_.push_back(header.word(i));
+    if (route)
+        for (const int32_t id : route->ids()) trace_.push_back(static_cast<uint32_t>(id));
+    for (const Residency::Admission &admission : admissions)
+        for (const int value : {admission.expert, admission.slot, admission.evicted})
+            trace_.push_back(static_cast<uint32_t>(value));
+}
+
+void Pool::drain_trace() {
+    if (device_steps_) trace_lost_ += device_steps_->take_trace(trace_);
+}
+
+void Pool::start_trace(int64_t room_bytes) {
+    constexpr int64_t kUsual = int64_t{64} << 20;
+    if (room_bytes < 0)
+        fail(MOEPOOL_ERROR_ARGUMENT, "room_bytes is %lld: at least 0", static_cast<long long>(room_bytes));
+    const std::lock_guard<std::mutex> lock(mutex_);
+    // At least a step or two of the largest there are.
+    trace_room_ = std::max<int64_t>(room_bytes ? room_bytes : kUsual, 1 << 14) / static_cast<int64_t>(sizeof(uint32_t));
+    if (device_steps_) device_steps_->trace(trace_room_);
+    trace_.clear();
+    trace_lost_ = 0;
+    tracing_ = true;
+}
+
+void Pool::stop_trace() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (!tracing_) return;
+    fetch_residency();
+    drain_trace();
+    if (device_steps_) device_steps_->trace(0);
+    tracing_ = false;
+}
+
+moepool_trace_counts Pool::fetch_trace() {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    if (tracing_) {
+        fetch_residency();
+        drain_trace();
+    }
+    if (const int64_t lost = std::exchange(trace_lost_, 0))
+        fail(
+            MOEPOOL_ERROR_STATE,
+            "%lld steps are missing from the trace: its ring of %lld bytes on the device was full. Take it more often, "
+            "or start it with a larger one",
+            static_cast<long long>(lost), static_cast<long long>(trace_room_ * 4));
+    moepool_trace_counts counts = {};
+    for (size_t at = 0; at < trace_.size(); at += trace_[at]) {
+        const trace::Step step(trace_.data() + at);
+        ++counts.steps;
+        counts.places += step.places();
+        counts.admissions += step.header.admitted;
+    }
+    return counts;
+}
+
+void Pool::take_trace(const moepool_trace_counts &counts, const moepool_trace_arrays &arrays) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    moepool_trace_counts done = {};
+    size_t at = 0;
+    for (; done.steps < counts.steps; at += trace_[at]) {
+        if (at >= trace_.size())
+            fail(MOEPOOL_ERROR_STATE, "the trace has been taken or started anew since it was counted");
+        const trace::Step step(trace_.data() + at);
+        if (done.places + step.places() > counts.places || done.admissions + step.header.admitted > counts.admissions)
+            fail(MOEPOOL_ERROR_STATE, "the trace has been taken or started anew since it was counted");
+        arrays.tick[done.steps] = step.header.tick;
+        arrays.tokens[done.steps] = step.header.tokens;
+        arrays.k[done.steps] = step.header.k;
+        arrays.phase[done.steps] = step.header.phase;
+        arrays.bypass[done.steps] = step.header.bypass;
+        for (int64_t place = 0; place < step.places(); ++place) arrays.ids[done.places++] = step.id(place);
+        for (int i = 0; i < step.header.admitted; ++i, ++done.admissions) {
+            arrays.admission_step[done.admissions] = done.steps;
+            arrays.expert[done.admissions] = step.admission(i, 0);
+            arrays.slot[done.admissions] = step.admission(i, 1);
+            arrays.evicted[done.admissions] = step.admission(i, 2);
+        }
+        ++done.steps;
+    }
+    trace_.erase(trace_.begin(), trace_.begin() + static_cast<std::ptrdiff_t>(at));
 }
 
 moepool_pool_stats Pool::stats() const {

@@ -51,7 +51,8 @@ void Residency::restore(const Snapshot &snapshot) {
         for (const Use &used : uses_) protected_ += used.marked;
 }
 
-const Residency::Step &Residency::step(const int *wanted, int count, bool prompt, const int *leases) {
+const Residency::Step &Residency::step(const int *wanted, int count, bool prompt, const int *leases,
+                                       const std::vector<Choice> *chosen) {
     step_.tick = ++tick_;
     step_.bypass = prompt || count > slots();
     step_.hits = 0;
@@ -67,32 +68,32 @@ const Residency::Step &Residency::step(const int *wanted, int count, bool prompt
     if (step_.bypass) return step_;
     switch (policy_.kind) {
         case MOEPOOL_POLICY_STATIC:
-            take<MOEPOOL_POLICY_STATIC>(wanted, count, leases);
+            take<MOEPOOL_POLICY_STATIC>(wanted, count, leases, chosen);
             break;
         case MOEPOOL_POLICY_LFU:
-            take<MOEPOOL_POLICY_LFU>(wanted, count, leases);
+            take<MOEPOOL_POLICY_LFU>(wanted, count, leases, chosen);
             break;
         case MOEPOOL_POLICY_LFRU:
-            take<MOEPOOL_POLICY_LFRU>(wanted, count, leases);
+            take<MOEPOOL_POLICY_LFRU>(wanted, count, leases, chosen);
             break;
         case MOEPOOL_POLICY_SLRU:
-            take<MOEPOOL_POLICY_SLRU>(wanted, count, leases);
+            take<MOEPOOL_POLICY_SLRU>(wanted, count, leases, chosen);
             break;
         case MOEPOOL_POLICY_REELECT:
-            take<MOEPOOL_POLICY_REELECT>(wanted, count, leases);
+            take<MOEPOOL_POLICY_REELECT>(wanted, count, leases, chosen);
             break;
         case MOEPOOL_POLICY_PINNED:
-            take<MOEPOOL_POLICY_PINNED>(wanted, count, leases);
+            take<MOEPOOL_POLICY_PINNED>(wanted, count, leases, chosen);
             break;
         default:
-            take<MOEPOOL_POLICY_LRU>(wanted, count, leases);
+            take<MOEPOOL_POLICY_LRU>(wanted, count, leases, chosen);
     }
     return step_;
 }
 
 // The step of one kind of policy, known at compile time: simulations take millions.
 template <moepool_policy kKind>
-void Residency::take(const int *wanted, int count, const int *leases) {
+void Residency::take(const int *wanted, int count, const int *leases, const std::vector<Choice> *chosen) {
     PolicyConfig p = policy_;
     p.kind = kKind;
     uint32_t epoch = 0;
@@ -108,6 +109,10 @@ void Residency::take(const int *wanted, int count, const int *leases) {
         }
     }
     if (kKind == MOEPOOL_POLICY_SLRU) protect_fewer(policy::most_protected(p, slots()));
+    if (chosen) {
+        for (const Choice &choice : *chosen) admit_to(choice.expert, choice.slot);
+        return;
+    }
     if (kKind == MOEPOOL_POLICY_STATIC || missing_.empty() || admit_ == 0) return;
 
     for (int i = 0; i < count; ++i)
@@ -117,16 +122,8 @@ void Residency::take(const int *wanted, int count, const int *leases) {
         if (const int slot = slot_of(wanted[i]); slot >= 0) taken_[static_cast<size_t>(slot)] = 0;
 }
 
-template <moepool_policy kKind>
-void Residency::admit(const int *leases, uint32_t epoch) {
-    PolicyConfig p = policy_;
-    p.kind = kKind;
-    if (policy::ranks_misses(p) && missing_.size() > 1)
-        std::stable_sort(missing_.begin(), missing_.end(), [&](int a, int b) {
-            return policy::claim(p, use(a), epoch) > policy::claim(p, use(b), epoch);
-        });
-    int most = step_.misses;
-    if (admit_ >= 0) most = std::min(most, admit_);
+// What every slot is worth as a victim.
+__attribute__((always_inline)) inline void Residency::weigh(const PolicyConfig &p, const int *leases, uint32_t epoch) {
     const int count = slots();
     for (int slot = 0; slot < count; ++slot) {
         const auto s = static_cast<size_t>(slot);
@@ -139,22 +136,96 @@ void Residency::admit(const int *leases, uint32_t epoch) {
         if (leases && leases[s]) worth = policy::kNever;
         worth_[s] = worth;
     }
+}
+
+template <moepool_policy kKind>
+void Residency::admit(const int *leases, uint32_t epoch) {
+    PolicyConfig p = policy_;
+    p.kind = kKind;
+    if (policy::ranks_misses(p) && missing_.size() > 1)
+        std::stable_sort(missing_.begin(), missing_.end(), [&](int a, int b) {
+            return policy::claim(p, use(a), epoch) > policy::claim(p, use(b), epoch);
+        });
+    int most = step_.misses;
+    if (admit_ >= 0) most = std::min(most, admit_);
+    weigh(p, leases, epoch);
     const int found = find_victims(most);
     for (int i = 0; i < found; ++i) {
         const int expert = missing_[static_cast<size_t>(i)], slot = order_[static_cast<size_t>(i)].second;
         const int evicted = expert_in(slot);
-        if (evicted >= 0) {
-            if (!policy::may_replace(p, use(expert), use(evicted), epoch, election_ != 0)) continue;
-            clear(slot);
-        }
-        place(expert, slot);
-        step_.admissions.push_back({expert, slot, evicted});
+        if (evicted < 0 || policy::may_replace(p, use(expert), use(evicted), epoch, election_ != 0))
+            admit_to(expert, slot);
     }
+}
+
+void Residency::admit_to(int expert, int slot) {
+    const int evicted = expert_in(slot);
+    clear(slot);
+    place(expert, slot);
+    step_.admissions.push_back({expert, slot, evicted});
+}
+
+const std::vector<Residency::Admission> &Residency::prefetch(const std::vector<int> &experts,
+                                                             const std::vector<int> &leases) {
+    step_ = {};
+    if (policy_.kind == MOEPOOL_POLICY_STATIC) return step_.admissions;
+    missing_.clear();
+    for (const int expert : experts) {
+        use(expert).last = tick_;
+        if (const int slot = slot_of(expert); slot >= 0)
+            taken_[static_cast<size_t>(slot)] = 1;
+        else
+            missing_.push_back(expert);
+    }
+    weigh(policy_, leases.data(), epoch());
+    const int found = find_victims(static_cast<int>(missing_.size()));
+    for (int i = 0; i < found; ++i) admit_to(missing_[static_cast<size_t>(i)], order_[static_cast<size_t>(i)].second);
+    std::fill(taken_.begin(), taken_.end(), uint8_t{0});
+    return step_.admissions;
+}
+
+std::vector<Residency::Choice> Residency::resize(int slots, const std::vector<int> &leases) {
+    const auto count = static_cast<size_t>(slots);
+    std::vector<Choice> moves;
+    if (count < expert_in_.size()) {
+        std::vector<std::pair<int64_t, int>> residents;
+        for (int slot = 0; slot < this->slots(); ++slot) {
+            const int expert = expert_in(slot);
+            if (expert < 0) continue;
+            const bool stays = leases[static_cast<size_t>(slot)] > 0 ||
+                               (policy_.kind == MOEPOOL_POLICY_PINNED && slot < policy_.pinned);
+            int64_t worth = policy::worth(policy_, use(expert), epoch());
+            if (policy_.kind == MOEPOOL_POLICY_STATIC) worth = -slot;
+            residents.emplace_back(-(stays ? policy::kNever : worth), -slot);  // the last to go first
+        }
+        std::sort(residents.begin(), residents.end());
+        std::vector<int> moving;
+        for (size_t i = 0; i < residents.size(); ++i) {
+            const int slot = -residents[i].second;
+            if (i < count && slot < slots) continue;
+            if (i < count) moving.push_back(slot);
+            if (i >= count) clear(slot);
+        }
+        std::sort(moving.begin(), moving.end());
+        int next = 0;
+        for (const int from : moving) {
+            while (expert_in(next) >= 0) ++next;
+            const int expert = expert_in(from);
+            expert_in_[static_cast<size_t>(from)] = -1;
+            place(expert, next);
+            moves.push_back({expert, next});
+        }
+    }
+    expert_in_.resize(count, -1);
+    taken_.resize(count, 0);
+    worth_.resize(count, 0);
+    return moves;
 }
 
 // The first `most` victims in rising (worth, slot), or as many as there are, to order_.
 int Residency::find_victims(int most) {
     order_.clear();
+    if (most == 0) return 0;
     const int count = slots();
     if (most > kFewVictims) {
         for (int slot = 0; slot < count; ++slot)

@@ -16,6 +16,14 @@
 //     is admitted; an empty slot takes any. A wanted expert is never a victim, nor is one that a lease pins, nor one
 //     that the policy keeps: if that leaves too few victims, the rest of the missing are not admitted.
 // * Static admits nobody: its residents are set when the pool is made.
+// * A caller may choose a step's admissions, the rest of the step being the same.
+// * A prefetch is no step: it takes no tick and counts nothing. The experts that it names take the tick of the last
+// step;
+//   those that are missing, in the order in which they are named, take the victims in theirs, whatever admit, guard or
+//   an election say. Static admits nobody then either.
+// * A change of the number of slots keeps the residents that would be the last to go; static keeps its first slots. A
+//   slot that is leased or pinned stays; the elected go last. Of those kept the ones in slots that go move to the free
+//   ones, both in rising slot.
 #pragma once
 
 #include <cstdint>
@@ -32,6 +40,9 @@ class Residency {
     struct Admission {
         int expert, slot;
         int evicted;  // the expert that was in the slot, or -1
+    };
+    struct Choice {
+        int expert, slot;
     };
     struct Step {
         int64_t tick = 0;
@@ -56,6 +67,7 @@ class Residency {
     int slot_of(int expert) const { return slot_of_[static_cast<size_t>(expert)]; }
     int expert_in(int slot) const { return expert_in_[static_cast<size_t>(slot)]; }
     int resident() const;
+    int64_t tick() const { return tick_; }
     const PolicyConfig &policy() const { return policy_; }
 
     // Puts an expert into a slot outside of any step.
@@ -64,11 +76,20 @@ class Residency {
     void clear(int slot);
 
     // wanted: `count` of them, at least one, distinct, rising. leases: how often each slot is pinned; NULL: none is.
-    // What it gives holds until the next step.
-    const Step &step(const int *wanted, int count, bool prompt, const int *leases = nullptr);
+    // chosen: whom this step admits, and where, instead of the policy; NULL: the policy. What it gives holds until the
+    // next step.
+    const Step &step(const int *wanted, int count, bool prompt, const int *leases = nullptr,
+                     const std::vector<Choice> *chosen = nullptr);
     const Step &step(const std::vector<int> &wanted, bool prompt, const std::vector<int> &leases) {
         return step(wanted.data(), static_cast<int>(wanted.size()), prompt, leases.data());
     }
+
+    // experts: distinct.
+    const std::vector<Admission> &prefetch(const std::vector<int> &experts, const std::vector<int> &leases);
+
+    // Experts that moved: their new slot holds nothing of theirs yet. No leased slot goes, nor one that holds a pinned
+    // expert.
+    std::vector<Choice> resize(int slots, const std::vector<int> &leases);
 
     Snapshot snapshot() const { return {tick_, election_, slot_of_, expert_in_, uses_}; }
     void restore(const Snapshot &snapshot);
@@ -76,9 +97,12 @@ class Residency {
   private:
     Use &use(int expert) { return uses_[static_cast<size_t>(expert)]; }
     template <moepool_policy kKind>
-    void take(const int *wanted, int count, const int *leases);
+    void take(const int *wanted, int count, const int *leases, const std::vector<Choice> *chosen);
     template <moepool_policy kKind>
     void admit(const int *leases, uint32_t epoch);
+    uint32_t epoch() const { return policy::counts(policy_) ? policy::epoch_of(policy_, tick_) : 0; }
+    void weigh(const PolicyConfig &p, const int *leases, uint32_t epoch);
+    void admit_to(int expert, int slot);
     void elect(uint32_t epoch);
     void protect_fewer(int most);
     int find_victims(int most);

@@ -37,6 +37,13 @@ Pages::Pages(int64_t bytes) : bytes_(bytes) {
 
 Pages::~Pages() { munmap(data_, static_cast<size_t>(bytes_)); }
 
+void Pages::forget(int64_t from, int64_t to) {
+    const int64_t page = sysconf(_SC_PAGESIZE);
+    from = (from + page - 1) / page * page;
+    to = to / page * page;
+    if (from < to) madvise(data_ + from, static_cast<size_t>(to - from), MADV_DONTNEED);
+}
+
 Layer::Layer(int experts, const moepool_matrix *matrices, int count) : experts_(experts) {
     int64_t offset = 0;
     for (int i = 0; i < count; ++i) {

@@ -38,6 +38,8 @@ class Pages {
     Pages &operator=(const Pages &) = delete;
     uint8_t *data() const { return data_; }
     int64_t bytes() const { return bytes_; }
+    // Gives the pages that lie within bytes [from, to) back to the system: they are zero again.
+    void forget(int64_t from, int64_t to);
 
   private:
     uint8_t *data_;

@@ -31,6 +31,8 @@ PHASES = {
     "decode": lib.MOEPOOL_PHASE_DECODE,
     "prompt": lib.MOEPOOL_PHASE_PROMPT,
 }
+TRACE_DECODE: int = lib.MOEPOOL_TRACE_DECODE
+TRACE_PREFETCH: int = lib.MOEPOOL_TRACE_PREFETCH
 HALVES = {"all": lib.MOEPOOL_ALL, "hot": lib.MOEPOOL_HOT, "cold": lib.MOEPOOL_COLD}
 CPU: int = lib.MOEPOOL_CPU
 
@@ -281,6 +283,57 @@ class PoolHandle(Handle):
         check(lib.moepool_pool_get_stats(self.pointer, stats))
         return _fields(stats)
 
+    def prefetch(self, experts: Int32s) -> int:
+        """How many came in."""
+        admitted = ffi.new("int32_t *")
+        check(lib.moepool_pool_prefetch(self.pointer, _int32s(experts), len(experts), admitted))
+        return int(admitted[0])
+
+    def resize(self, slots: int) -> int:
+        """How many slots there are."""
+        made = ffi.new("int32_t *")
+        check(lib.moepool_pool_resize(self.pointer, slots, made))
+        return int(made[0])
+
+    def save(self) -> bytes:
+        size = ffi.new("int64_t *")
+        room = 0
+        while True:  # it has the same size again, unless the slots were changed meanwhile
+            data = ffi.new("char[]", max(1, room))
+            check(lib.moepool_pool_save(self.pointer, data, room, size))
+            if size[0] <= room:
+                return bytes(ffi.buffer(data, size[0]))
+            room = size[0]
+
+    def load(self, data: bytes) -> None:
+        check(lib.moepool_pool_load(self.pointer, ffi.from_buffer(data), len(data)))
+
+    def start_trace(self, room_bytes: int) -> None:
+        check(lib.moepool_pool_trace_start(self.pointer, room_bytes))
+
+    def stop_trace(self) -> None:
+        check(lib.moepool_pool_trace_stop(self.pointer))
+
+    def take_trace(self) -> dict[str, npt.NDArray[Any]]:
+        """The fields of moepool_trace_arrays, of all steps that were recorded so far."""
+        counts = ffi.new("moepool_trace_counts *")
+        check(lib.moepool_pool_trace_fetch(self.pointer, counts))
+        lengths = {
+            "admission_step": counts.admissions,
+            "expert": counts.admissions,
+            "slot": counts.admissions,
+            "evicted": counts.admissions,
+            "ids": counts.places,
+        }
+        taken = {}
+        arrays = ffi.new("moepool_trace_arrays *")
+        for name, field in ffi.typeof("moepool_trace_arrays").fields:
+            dtype = np.int64 if field.type.item is ffi.typeof("int64_t") else np.int32
+            taken[name] = np.empty(lengths.get(name, counts.steps), dtype)
+            setattr(arrays, name, ffi.cast(field.type, taken[name].ctypes.data))
+        check(lib.moepool_pool_trace_take(self.pointer, counts, arrays))
+        return taken
+
     def tables(self, slot_of: Int32s, expert_in: Int32s) -> None:
         check(lib.moepool_pool_tables(self.pointer, _int32s(slot_of), _int32s(expert_in)))
 
@@ -312,9 +365,19 @@ class RouteHandle(Handle):
         ids: Ids,
         phase: int,
         stream: int,
+        admissions: Int32s | None = None,
     ) -> None:
+        """admissions: (n, 2) of expert and slot instead of the policy's."""
         out = ffi.new("moepool_route **")
-        check(lib.moepool_pool_resolve(pool.pointer, _ids(ids), phase, _address(stream), out))
+        if admissions is None:
+            check(lib.moepool_pool_resolve(pool.pointer, _ids(ids), phase, _address(stream), out))
+        else:
+            chosen = ffi.cast("moepool_admission *", admissions.ctypes.data)
+            check(
+                lib.moepool_pool_resolve_chosen(
+                    pool.pointer, _ids(ids), phase, chosen, len(admissions), _address(stream), out
+                )
+            )
         super().__init__(out[0], lib.moepool_route_release)
 
     def info(self) -> dict[str, int]:

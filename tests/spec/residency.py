@@ -1,5 +1,8 @@
-"""The residency law and its policies, as plainly as they can be said: counts are halved when it is time, elections
-look at everybody, victims are sorted. Written from docs/design.md, not from the core."""
+"""The residency law and its policies, as plainly as they can be said.
+
+Counts are halved when it is time, elections look at everybody, victims are sorted. Written from docs/design.md,
+not from the core.
+"""
 
 from __future__ import annotations
 
@@ -83,6 +86,46 @@ class Residency:
             self._admit(out, wanted, leased)
         return out
 
+    def prefetch(self, experts: Sequence[int], leased: Container[int] = ()) -> list[tuple[int, int, int]]:
+        """Experts, distinct, before they are wanted: expert, slot and whom it replaces."""
+        if self.policy.name == "static":
+            return []
+        missing = [e for e in experts if e not in self.expert_in]
+        for expert in experts:
+            self.last[expert] = self.tick
+        came = []
+        for expert, slot in zip(missing, self._victims(experts, leased), strict=False):
+            came.append((expert, slot, self.expert_in[slot]))
+            self._put(expert, slot)
+        return came
+
+    def resize(self, slots: int, leased: Container[int] = ()) -> None:
+        """More slots are empty; of fewer the ones that would be the last to go stay, and move if they must."""
+        if slots >= self.slots:
+            self.expert_in += [EMPTY] * (slots - self.slots)
+            return
+        order = [s for s in range(self.pinned, self.slots) if s not in leased and self.expert_in[s] != EMPTY]
+        order.sort(
+            key=lambda s: (-s,) if self.policy.name == "static" else (*self._worth(self.expert_in[s]), s)
+        )
+        for slot in order[: max(0, self.slots - self.expert_in.count(EMPTY) - slots)]:
+            self._put(EMPTY, slot)
+        for slot in range(slots, self.slots):
+            expert = self.expert_in[slot]
+            if expert != EMPTY:
+                self.expert_in[self.expert_in.index(EMPTY)] = expert
+        del self.expert_in[slots:]
+
+    def _put(self, expert: int, slot: int) -> None:
+        self.protected.discard(self.expert_in[slot])
+        self.expert_in[slot] = expert
+
+    def _victims(self, wanted: Sequence[int], leased: Container[int]) -> list[int]:
+        victims = [slot for slot in range(self.slots) if self._may_go(slot, wanted, leased)]
+        empty = [slot for slot in victims if self.expert_in[slot] == EMPTY]
+        others = [slot for slot in victims if self.expert_in[slot] != EMPTY]
+        return empty + sorted(others, key=lambda slot: (self._worth(self.expert_in[slot]), slot))
+
     def _count(self, wanted: Sequence[int]) -> None:
         if self.policy.name == "reelect":
             periods = self.tick // self.policy.period
@@ -117,7 +160,7 @@ class Residency:
             return self.uses[expert], self.last[expert]
         if self.policy.name == "lfru":
             return 0, self.last[expert] + self.policy.weight * self.uses[expert]
-        return int(expert in self.protected), self.last[expert]
+        return int(expert in self.protected or expert in self.elected), self.last[expert]
 
     def _may_go(self, slot: int, wanted: Sequence[int], leased: Container[int]) -> bool:
         expert = self.expert_in[slot]
@@ -134,13 +177,8 @@ class Residency:
 
     def _admit(self, out: Outcome, wanted: Sequence[int], leased: Container[int]) -> None:
         missing = sorted(out.misses, key=lambda e: (-self._claim(e), e))[: self.admit]
-        victims = [slot for slot in range(self.slots) if self._may_go(slot, wanted, leased)]
-        empty = [slot for slot in victims if self.expert_in[slot] == EMPTY]
-        others = [slot for slot in victims if self.expert_in[slot] != EMPTY]
-        others.sort(key=lambda slot: (self._worth(self.expert_in[slot]), slot))
-        for expert, slot in zip(missing, empty + others, strict=False):
+        for expert, slot in zip(missing, self._victims(wanted, leased), strict=False):
             victim = self.expert_in[slot]
             if self._may_replace(expert, victim):
-                self.expert_in[slot] = expert
-                self.protected.discard(victim)
+                self._put(expert, slot)
                 out.admissions.append((expert, slot, victim))

@@ -1,0 +1,19 @@
+// Publishing in device memory: what was written before can be read by whoever sees the value.
+#pragma once
+
+#include <cstdint>
+
+namespace moepool {
+namespace cuda {
+namespace {
+
+__device__ __forceinline__ void publish(uint32_t *at, uint32_t value) {
+    asm volatile("st.release.gpu.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+__device__ __forceinline__ void publish(uint64_t *at, uint64_t value) {
+    asm volatile("st.release.sys.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+
+}  // namespace
+}  // namespace cuda
+}  // namespace moepool

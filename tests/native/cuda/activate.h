@@ -1,0 +1,7 @@
+// The step of a block on the host quantises nothing.
+#pragma once
+namespace moepool {
+namespace cuda {
+struct ActivationBlock;
+}
+}  // namespace moepool

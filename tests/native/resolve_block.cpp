@@ -1,0 +1,252 @@
+// The step that a device takes (cuda/resolve_block.h) against the one that the host takes (pool/residency.cpp), on the
+// host, through random traces: maps, uses, counts, tables and the trace's words after every step.
+#include "cuda/resolve_block.h"
+
+#include <cstring>
+#include <random>
+#include <set>
+#include <string>
+
+using namespace moepool;
+using namespace moepool::cuda;
+
+namespace {
+
+std::mt19937 random_numbers;
+
+int below(int bound) { return static_cast<int>(random_numbers() % static_cast<unsigned>(bound)); }
+
+[[noreturn]] void wrong(const std::string &what) {
+    std::fprintf(stderr, "%s\n", what.c_str());
+    std::exit(1);
+}
+void check(bool good, const std::string &what) {
+    if (!good) wrong(what);
+}
+
+// What a pool has on the device.
+struct Device {
+    static constexpr int64_t kRecord = 256;
+    static constexpr uint64_t kTraceWords = 1 << 11;
+
+    DeviceState state = {};
+    std::vector<int32_t> slot_of, expert_in, leases, ids, order;
+    std::vector<Use> uses;
+    std::vector<uint8_t> arena, store, shared;
+    std::vector<const uint8_t *> records;
+    std::vector<DecodeTile> tiles;
+    std::vector<Commit> commits;
+    std::vector<uint32_t> ring;
+    int32_t tile_count = 0, commit_count = 0;
+    uint32_t resolved = 0, finished = 0;
+    DeviceSteps::BadId bad = {0, -1, 1};
+    Step step = {};
+    ResolveArguments arguments = {};
+
+    Device(int experts, int room, int slots, const PolicyConfig &policy, int admit)
+        : slot_of(experts, -1),
+          expert_in(room, -1),
+          leases(room, 0),
+          ids(kMostDecodePlaces),
+          order(kMostDecodePlaces),
+          uses(experts),
+          arena(room * kRecord),
+          store(experts * kRecord),
+          shared(static_cast<size_t>(24 * experts + 4 * (7 * experts + 2 * room + kMostDecodePlaces)) + 16),
+          tiles(kMostDecodePlaces),
+          commits(kMostDecodePlaces),
+          ring(kTraceWords) {
+        for (int e = 0; e < experts; ++e) records.push_back(store.data() + e * kRecord);
+        state.slots = slots;
+        state.trace = ring.data();
+        state.trace_words = kTraceWords;
+        step.residents = {experts, slot_of.data(), records.data(), arena.data(), kRecord, 0};
+        step.tables = {};
+        step.tables.ids = ids.data();
+        step.tables.order = order.data();
+        step.tables.tiles = tiles.data();
+        step.tables.tile_count = &tile_count;
+        step.tables.commits = commits.data();
+        step.tables.commit_count = &commit_count;
+        step.tables.resolved = &resolved;
+        step.tables.finished = &finished;
+        arguments = {};
+        arguments.slots = room;
+        arguments.policy = policy;
+        arguments.admit = admit;
+        arguments.state = &state;
+        arguments.expert_in = expert_in.data();
+        arguments.uses = uses.data();
+        arguments.leases = leases.data();
+        arguments.bad_id = &bad;
+    }
+
+    void take(const std::vector<int64_t> &wide, int tokens, int k, bool narrow, int warps) {
+        std::vector<int32_t> half(wide.begin(), wide.end());
+        step.ids = narrow ? static_cast<const void *>(half.data()) : wide.data();
+        step.bits = narrow ? 32 : 64;
+        step.tokens = tokens;
+        step.k = k;
+        std::fill(shared.begin(), shared.end(), 0xa5);  // shared memory holds anything
+        auto *memory = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(shared.data()) + 15) / 16 * 16);
+        block::run(32, static_cast<unsigned>(warps), [&] { resolve_block(step, arguments, memory); });
+        if (tokens == 1) {
+            check(resolved == 1, "the tables of a single token were not published");
+            resolved = 0;
+            for (int i = 0; i < commit_count; ++i) {
+                if (commits[i].evicted >= 0) slot_of[commits[i].evicted] = -1;
+                slot_of[commits[i].expert] = commits[i].slot;
+            }
+        }
+    }
+};
+
+PolicyConfig draw_policy() {
+    PolicyConfig policy;
+    policy.kind = below(7);
+    policy.guard = policy.kind != MOEPOOL_POLICY_STATIC && policy.kind != MOEPOOL_POLICY_REELECT && below(3) == 0;
+    policy.half_life = 1 + below(60);
+    policy.weight = below(30);
+    policy.period = 1 + below(40);
+    policy.protected_percent = below(101);
+    return policy;
+}
+
+struct Totals {
+    int64_t steps = 0, admissions = 0, evictions = 0, bypasses = 0, bad = 0, leased = 0, refused = 0, lost = 0;
+};
+
+void follow(int seed, Totals &totals) {
+    random_numbers.seed(static_cast<unsigned>(seed));
+    PolicyConfig policy = draw_policy();
+    const int experts = 1 + below(seed % 5 ? 40 : 200), room = 1 + below(experts), slots = 1 + below(room);
+    const int admit = below(3) ? -1 : below(4);
+    const int hot = policy.kind == MOEPOOL_POLICY_STATIC   ? slots
+                    : policy.kind == MOEPOOL_POLICY_PINNED ? below(slots + 1)
+                                                           : 0;
+    policy.pinned = policy.kind == MOEPOOL_POLICY_PINNED ? hot : 0;
+    Residency law(experts, slots, policy, admit);
+    Device device(experts, room, slots, policy, admit);
+    for (int i = 0; i < hot; ++i) {
+        law.place(i, i);
+        device.slot_of[i] = i;
+        device.expert_in[i] = i;
+    }
+    std::vector<int> leases(static_cast<size_t>(slots), 0);
+    DeviceSteps::Counts counts = {};
+    const int many = seed % 3;
+    for (int number = 0; number < 60; ++number) {
+        const std::string what = "trace " + std::to_string(seed) + ", policy " + std::to_string(policy.kind) +
+                                 (policy.guard ? " with guard" : "") + ", step " + std::to_string(number) + ": ";
+        if (below(4) == 0) {
+            const int slot = below(slots), lease = below(2);
+            leases[slot] = lease;
+            device.leases[slot] = lease;
+            device.state.leased = 0;
+            for (const int l : leases) device.state.leased += l;
+        }
+        totals.leased += device.state.leased > 0;
+        const int tokens = many == 0 ? 1 : 1 + below(16);
+        const int k = 1 + below(std::min(many == 2 ? 8 : 4, kMostDecodePlaces / tokens));
+        std::vector<int64_t> ids(static_cast<size_t>(tokens * k));
+        std::set<int> wanted;
+        bool bad = false;
+        for (int64_t &id : ids) {
+            id = below(12) == 0 ? -1 : std::min(below(experts), below(experts));
+            if (below(60) == 0) {
+                id = below(2) ? experts : -2;
+                bad = true;
+            }
+            if (id >= 0 && id < experts) wanted.insert(static_cast<int>(id));
+        }
+        const std::vector<int32_t> before = device.slot_of;
+        device.take(ids, tokens, k, below(2) == 0, 1 + below(16));
+
+        Residency::Step step;
+        step.tick = law.snapshot().tick;
+        if (!wanted.empty()) step = law.step({wanted.begin(), wanted.end()}, false, leases);
+        const Residency::Snapshot after = law.snapshot();
+        check(device.state.tick == after.tick, what + "tick");
+        check(device.state.election == after.election, what + "election");
+        check(device.slot_of == after.slot_of, what + "slot_of");
+        for (int slot = 0; slot < room; ++slot)
+            check(device.expert_in[slot] == (slot < slots ? after.expert_in[slot] : -1), what + "expert_in");
+        for (int e = 0; e < experts; ++e) {
+            const Use &ours = device.uses[e], &theirs = after.uses[e];
+            check(ours.last == theirs.last, what + "last of " + std::to_string(e));
+            check(ours.count == theirs.count && ours.epoch == theirs.epoch, what + "count of " + std::to_string(e));
+            check(ours.marked == theirs.marked, what + "mark of " + std::to_string(e));
+        }
+        counts.steps += !wanted.empty();
+        counts.bypasses += step.bypass;
+        counts.hits += step.hits;
+        counts.misses += step.misses;
+        counts.admissions += static_cast<int64_t>(step.admissions.size());
+        counts.in_place += step.misses - static_cast<int64_t>(step.admissions.size());
+        for (const auto &admission : step.admissions) counts.evictions += admission.evicted >= 0;
+        check(std::memcmp(&counts, &device.state.counts, sizeof counts) == 0, what + "counts");
+        check((device.bad.place >= 0) == bad, what + "an id out of range");
+        device.bad.place = -1;
+
+        // Every place is in one tile, which reads where the expert lay and fills where it lies now.
+        std::vector<int> seen(ids.size(), 0);
+        for (int i = 0; i < device.tile_count; ++i) {
+            const DecodeTile &tile = device.tiles[i];
+            for (int j = tile.first; j < tile.first + tile.count; ++j) {
+                const int place = device.order[j];
+                ++seen[place];
+                const int64_t id = ids[place];
+                const auto address = [&](int slot) { return device.arena.data() + slot * Device::kRecord; };
+                check(tile.record == (before[id] >= 0 ? address(before[id]) : device.records[id]), what + "record");
+                const uint8_t *fill = nullptr;
+                for (const auto &a : step.admissions)
+                    if (a.expert == id) fill = address(a.slot);
+                check(tile.fill == fill, what + "fill");
+            }
+        }
+        for (size_t place = 0; place < ids.size(); ++place)
+            check(seen[place] == (ids[place] >= 0 && ids[place] < experts), what + "places of the tiles");
+
+        // The trace, of which the host takes what is there now and then.
+        if (device.state.lost == 0) {
+            std::vector<uint32_t> words;
+            const int admitted = static_cast<int>(step.admissions.size());
+            const int size = trace::kHeaderWords + tokens * k + trace::kAdmissionWords * admitted;
+            const trace::Header header = {static_cast<uint32_t>(size), after.tick, tokens, k, admitted,
+                                          MOEPOOL_TRACE_DECODE,        step.bypass};
+            for (int i = 0; i < trace::kHeaderWords; ++i) words.push_back(header.word(i));
+            for (const int64_t id : ids)
+                words.push_back(static_cast<uint32_t>(id < -1 || id >= experts ? Route::kInvalid : id));
+            for (const auto &a : step.admissions)
+                for (const int value : {a.expert, a.slot, a.evicted}) words.push_back(static_cast<uint32_t>(value));
+            const uint64_t begin = device.state.traced - words.size();
+            for (size_t i = 0; i < words.size(); ++i)
+                check(device.ring[(begin + i) % Device::kTraceWords] == words[i],
+                      what + "trace, word " + std::to_string(i));
+        }
+        if (below(20) == 0) device.state.drained = device.state.traced;
+        check(device.state.traced - device.state.drained <= Device::kTraceWords, what + "the ring overran");
+        ++totals.steps;
+        totals.admissions += static_cast<int64_t>(step.admissions.size());
+        totals.refused += step.misses > static_cast<int>(step.admissions.size());
+        totals.bypasses += step.bypass;
+        totals.bad += bad;
+    }
+    totals.evictions += counts.evictions;
+    totals.lost += device.state.lost;
+}
+
+}  // namespace
+
+int main(int count, char **arguments) {
+    const int first = count > 2 ? std::atoi(arguments[1]) : 0, last = count > 2 ? std::atoi(arguments[2]) : 200;
+    Totals totals;
+    for (int seed = first; seed < last; ++seed) follow(seed, totals);
+    std::printf(
+        "%lld steps, %lld admissions, %lld evictions, %lld bypasses, %lld with bad ids, %lld with leases, "
+        "%lld with misses left out, %lld lost to the trace\n",
+        static_cast<long long>(totals.steps), static_cast<long long>(totals.admissions),
+        static_cast<long long>(totals.evictions), static_cast<long long>(totals.bypasses),
+        static_cast<long long>(totals.bad), static_cast<long long>(totals.leased),
+        static_cast<long long>(totals.refused), static_cast<long long>(totals.lost));
+}

@@ -1,0 +1,406 @@
+"""What else changes a pool's residents: admissions that the caller chooses, prefetch, other numbers of slots, states
+that are saved and loaded. And the trace, from which a run is replayed."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import moepool
+from moepool.policy import PolicyName
+from tests import cases
+from tests.spec.residency import Residency
+from tests.support import F32, I32, On, assert_same, few_slots, matrix_layer, pick, products
+from tests.test_policy import draw_policy, skewed
+
+EXPERTS = 12
+NAMES: tuple[PolicyName, ...] = ("lru", "static", "lfu", "lfru", "slru", "reelect", "pinned")
+
+
+@pytest.fixture(scope="module")
+def layer() -> moepool.Layer:
+    """A layer whose experts give different bytes everywhere."""
+    weight = cases.tame_blocks("q8_0", EXPERTS * 33, 64, "changes").reshape(EXPERTS, 33, -1)
+    return matrix_layer("q8_0", weight)
+
+
+X = cases.activations("plain", 4, 64, "changes")
+
+
+@pytest.fixture(scope="module")
+def table(layer: moepool.Layer) -> F32:
+    return products(layer, X)
+
+
+@pytest.fixture
+def pool(on: On, layer: moepool.Layer) -> Iterator[moepool.Pool]:
+    with on.pool(layer, 4, max_slots=8) as pool:
+        yield pool
+
+
+def step(pool: moepool.Pool, *experts: int, **options: Any) -> moepool.Route:
+    route = pool.resolve([experts], phase=options.pop("phase", "decode"), **options)
+    route.release()
+    return route
+
+
+def residents(pool: moepool.Pool) -> list[int]:
+    expert_in: list[int] = pool.residents()[1].tolist()
+    return expert_in
+
+
+def check(on: On, pool: moepool.Pool, table: F32, ids: I32, what: object) -> None:
+    assert_same(on(moepool.matmul_id, X[: len(ids)], ids, pool), pick(table[: len(ids)], ids), what)
+
+
+# -------------------------------------------------------------------------------------------- chosen admissions
+
+
+def test_the_caller_chooses_whom_a_step_admits(on: On, pool: moepool.Pool, table: F32) -> None:
+    assert step(pool, 5, 1, 7, admissions=[(7, 3), (1, 0)]).admitted == 2
+    assert residents(pool) == [1, -1, -1, 7]
+    assert step(pool, 5, 1, admissions=[]).hits == 1
+    assert residents(pool) == [1, -1, -1, 7]
+    step(pool, 9, admissions=[(9, 3)])
+    assert residents(pool) == [1, -1, -1, 9] and pool.stats().evictions == 1
+    check(on, pool, table, np.array([[1, 9, 7]], np.int32), "chosen")
+    # The policy goes on from there: 1 was used at step 2.
+    assert step(pool, 2, 3).admitted == 2
+    assert residents(pool)[1:3] != [-1, -1]
+
+
+BAD: dict[str, tuple[dict[str, Any], str]] = {
+    "not wanted": (
+        {"admissions": [(6, 2)]},
+        "admission 0, of expert 6 to slot 2: the step does not want this",
+    ),
+    "resident": ({"admissions": [(0, 2)]}, "of expert 0 to slot 2: the expert is resident already"),
+    "no slot": ({"admissions": [(5, 4)]}, "of expert 5 to slot 4: there is no such slot"),
+    "wanted in slot": ({"admissions": [(5, 0)]}, "slot 0: the step wants the expert in this slot"),
+    "leased": ({"admissions": [(5, 1)]}, "slot 1: an open route reads this slot"),
+    "expert twice": ({"admissions": [(5, 2), (5, 3)]}, "admission 1, .*: the expert is named twice"),
+    "slot twice": ({"admissions": [(5, 2), (8, 2)]}, "admission 1, .*: the slot is named twice"),
+    "prompt": ({"admissions": [(5, 2)], "phase": "prompt"}, "bypasses, since it is a prompt"),
+    "no pair": ({"admissions": [5]}, r"admissions\[0\] is 5; it must be \(expert, slot\)"),
+    "negative": ({"admissions": [(5, -1)]}, r"admissions\[0\], the slot, is -1"),
+}
+
+
+@pytest.mark.parametrize(("options", "message"), BAD.values(), ids=list(BAD))
+def test_admissions_that_are_not_allowed_change_nothing(
+    pool: moepool.Pool, options: dict[str, Any], message: str
+) -> None:
+    step(pool, 0)
+    with pool.resolve([[1]], phase="decode"):
+        before = residents(pool), pool.stats()
+        with pytest.raises(moepool.ArgumentError, match=message):
+            step(pool, 0, 5, 8, **options)
+        assert (residents(pool), pool.stats()) == before
+
+
+def test_a_step_that_wants_too_much_admits_nobody(pool: moepool.Pool) -> None:
+    with pytest.raises(moepool.ArgumentError, match="wants more experts than there are slots"):
+        step(pool, 0, 1, 2, 3, 4, admissions=[(0, 0)])
+    assert step(pool, 0, 1, 2, 3, 4, admissions=[]).bypass
+
+
+# ----------------------------------------------------------------------------------------------------- prefetch
+
+
+def test_prefetch_fills_slots_and_counts_nothing(on: On, pool: moepool.Pool, table: F32) -> None:
+    assert pool.prefetch([7, 3]) == 2
+    assert residents(pool) == [7, 3, -1, -1]
+    stats = pool.stats()
+    assert (stats.steps, stats.hits, stats.misses, stats.prefetched) == (0, 0, 0, 2)
+    assert stats.copied_bytes == 2 * pool.layer.record_bytes
+    assert step(pool, 3, 7).hits == 2
+    check(on, pool, table, np.array([[3, 7, 5]], np.int32), "prefetched")
+
+
+def test_prefetch_takes_what_would_go_first_but_nothing_that_it_names(pool: moepool.Pool) -> None:
+    for expert in range(4):
+        step(pool, expert)
+    assert pool.prefetch([8, 0, 9]) == 2  # 0 is the oldest, but named
+    assert residents(pool) == [0, 8, 9, 3]
+    with pool.resolve([[3]], phase="decode"):
+        assert pool.prefetch([1, 2, 4, 5]) == 3
+    assert residents(pool) == [1, 2, 4, 3] and pool.stats().evictions == 5
+
+
+def test_prefetch_of_a_static_pool_does_nothing(on: On, layer: moepool.Layer) -> None:
+    with on.pool(layer, 2, policy="static") as pool:
+        assert pool.prefetch([5]) == 0 and residents(pool) == [0, 1]
+
+
+def test_prefetch_knows_whom_it_is_told(pool: moepool.Pool) -> None:
+    with pytest.raises(moepool.IdError, match=r"experts\[1\] is expert 12"):
+        pool.prefetch([0, 12])
+    with pytest.raises(moepool.ArgumentError, match="expert 3 at position 2 is named twice"):
+        pool.prefetch([3, 0, 3])
+    assert residents(pool) == [-1] * 4 and pool.prefetch([]) == 0
+
+
+# ------------------------------------------------------------------------------------------------------- resize
+
+
+def test_fewer_slots_keep_the_experts_used_last(on: On, pool: moepool.Pool, table: F32) -> None:
+    for expert in (0, 1, 2, 3, 1):
+        step(pool, expert)
+    assert pool.resize(2) == 2 == pool.slots
+    assert residents(pool) == [3, 1]
+    check(on, pool, table, np.array([[1, 3, 0, 2]], np.int32), "two slots")
+    assert pool.resize(5) == 5 == pool.slots == pool.stats().slots
+    assert residents(pool) == [3, 1, -1, -1, -1]
+    step(pool, 6, 7, 8)
+    assert residents(pool) == [3, 1, 6, 7, 8]
+    check(on, pool, table, np.array([[6, 7, 8, 3]], np.int32), "five slots")
+    assert pool.resize(0) == 0 and residents(pool) == []
+    check(on, pool, table, np.array([[6, 7, 8, 3]], np.int32), "no slots")
+
+
+def test_resize_has_limits(on: On, layer: moepool.Layer, pool: moepool.Pool) -> None:
+    with pytest.raises(
+        moepool.ArgumentError, match="9 slots, but the pool was made for at most 8: .*max_slots"
+    ):
+        pool.resize(9)
+    with on.pool(layer, 4) as plain:
+        assert plain.resize(1) == 1 and plain.resize(4) == 4
+        with pytest.raises(moepool.ArgumentError, match="5 slots, but the pool was made for at most 4"):
+            plain.resize(5)
+    with pytest.raises(moepool.ArgumentError, match="max_slots is 3; it must be from 4"):
+        on.pool(layer, 4, max_slots=3)
+    with on.pool(layer, 4, policy="pinned", hot=[8, 9]) as pinned:
+        with pytest.raises(moepool.ArgumentError, match="1 slots, but 2 experts are pinned"):
+            pinned.resize(1)
+        assert pinned.resize(2) == 2 and residents(pinned) == [8, 9]
+
+
+def test_an_open_route_keeps_its_slots(on: On, pool: moepool.Pool, table: F32) -> None:
+    step(pool, 0, 1, 2)
+    with pool.resolve([[3]], phase="decode") as route:
+        assert route.hot.tolist() == [[3]]
+        with pytest.raises(moepool.StateError, match="an open route reads slot 3: release it"):
+            pool.resize(3)
+        assert residents(pool) == [0, 1, 2, 3]
+        assert pool.resize(8) == 8  # growing moves nobody
+        got = on(moepool.matmul_id, X[:1], route, pool)
+        assert_same(got, pick(table[:1], np.array([[3]], np.int32)), "the open route")
+    assert pool.resize(3) == 3 and residents(pool) == [0, 1, 3] or residents(pool) == [3, 1, 2]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_random_changes_follow_the_specification(
+    on: On, layer: moepool.Layer, table: F32, name: PolicyName
+) -> None:
+    """Steps, prefetches and resizes in turn, routes open meanwhile: maps, and every byte of what is computed."""
+    for seed in range(3):
+        draw = cases.Stream("changes", name, seed)
+        slots = 1 + int(draw.below(EXPERTS, 1)[0])
+        policy = draw_policy(draw, name)
+        pinned = int(draw.below(slots + 1, 1)[0]) if name == "pinned" else 0
+        hot = list(range(pinned)) if name == "pinned" else None
+        spec = Residency(EXPERTS, slots, policy, None, hot)
+        with few_slots(), on.pool(layer, slots, policy=policy, hot=hot, max_slots=EXPERTS) as pool:
+            held: list[moepool.Route] = []
+            for number in range(250):
+                what = f"{policy}, {slots} slots, change {number}"
+                kind, tokens, k = (int(draw.below(b, 1)[0]) for b in (6, 3, 3))
+                leased = {int(slot) for route in held for slot in route.hot.ravel() if slot >= 0}
+                if kind == 0:
+                    count = max(pinned, 1 + max(leased, default=-1), int(draw.below(EXPERTS + 1, 1)[0]))
+                    assert pool.resize(count) == count
+                    spec.resize(count, leased)
+                elif kind == 1:
+                    named = np.argsort(draw.words(EXPERTS))[: 1 + k].tolist()
+                    assert pool.prefetch(named) == len(spec.prefetch(named, leased)), what
+                else:
+                    ids = skewed(draw, EXPERTS, 1 + tokens, 1 + k, number // 50)
+                    wanted = sorted(set(ids[ids >= 0].tolist()))
+                    route = pool.resolve(ids, phase="decode")
+                    if wanted:
+                        assert route.admitted == len(spec.step(wanted, False, leased).admissions), what
+                    got = on(moepool.matmul_id, X[: len(ids)], route, pool)
+                    assert_same(got, pick(table[: len(ids)], ids), what)
+                    held.append(route)
+                assert residents(pool) == spec.expert_in, what
+                if len(held) > kind % 3:
+                    held.pop(0).release()
+            for route in held:
+                route.release()
+
+
+def test_twenty_thousand_resizes_in_a_running_replay(on: On, layer: moepool.Layer, table: F32) -> None:
+    draw = cases.Stream("resizes")
+    count = 20_000
+    sizes = draw.below(EXPERTS + 1, count).tolist()
+    ids = np.minimum(draw.below(EXPERTS, (count, 1, 2)), draw.below(EXPERTS, (count, 1, 2))).astype(np.int32)
+    x = on.put(X[:1])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", moepool.MoePoolWarning)
+        with on.pool(layer, 4, max_slots=EXPERTS) as pool:
+            results = []
+            for i in range(count):
+                assert pool.resize(sizes[i]) == sizes[i]
+                results.append(moepool.matmul_id(x, ids[i], pool))
+                if len(results) == 500:
+                    for j, y in enumerate(results, i - 499):
+                        got = y if isinstance(y, np.ndarray) else y.get()
+                        assert_same(got, pick(table[:1], ids[j]), f"resize {j}")
+                    results.clear()
+            assert pool.stats().steps == count and pool.stats().hits > 1000
+
+
+# ------------------------------------------------------------------------------------------------------- states
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_pool_goes_on_where_another_stopped(
+    on: On, layer: moepool.Layer, table: F32, name: PolicyName, tmp_path: Path
+) -> None:
+    draw = cases.Stream("states", name)
+    policy = draw_policy(draw, name)
+    options: dict[str, Any] = {"policy": policy, "hot": [2, 3] if name == "pinned" else None}
+    trace = [skewed(draw, EXPERTS, 1, 3, i // 20) for i in range(120)]
+    file = tmp_path / "state"
+    with few_slots(), on.pool(layer, 5, **options) as whole, on.pool(layer, 5, **options) as first:
+        for ids in trace[:60]:
+            whole.resolve(ids).release()
+            first.resolve(ids).release()
+        first.save_state(file)
+        with on.pool(layer, 5, **options) as second:
+            second.load_state(file)
+            assert residents(second) == residents(first)
+            stats = second.stats()
+            assert (stats.steps, stats.copied_bytes, stats.resident) == (0, 0, first.stats().resident)
+            for number, ids in enumerate(trace[60:]):
+                theirs, ours = whole.resolve(ids), second.resolve(ids)
+                assert (theirs.tick, theirs.hits, theirs.admitted) == (ours.tick, ours.hits, ours.admitted)
+                theirs.release(), ours.release()
+                assert residents(second) == residents(whole), number
+                check(on, second, table, ids, f"step {number} after loading")
+                check(on, whole, table, ids, "the whole run")
+
+
+def test_states_of_other_pools_are_refused(on: On, layer: moepool.Layer, tmp_path: Path) -> None:
+    file = tmp_path / "state"
+    with on.pool(layer, 4, policy="lfu") as pool:
+        step(pool, 1, 2)
+        pool.save_state(file)
+        before = residents(pool)
+        others = {
+            "slots: 4, this one has 3": on.pool(layer, 3, policy="lfu"),
+            "policy number 2, this one has 0": on.pool(layer, 4),
+            "half_life 256, this one has 8": on.pool(layer, 4, policy=moepool.Policy("lfu", half_life=8)),
+            "experts: 12, this one has 11": on.pool(
+                matrix_layer("q8_0", cases.tame_blocks("q8_0", 11 * 33, 64, "s").reshape(11, 33, -1)),
+                4,
+                policy="lfu",
+            ),
+            "other matrices": on.pool(
+                matrix_layer("q8_0", cases.tame_blocks("q8_0", 12 * 32, 64, "s").reshape(12, 32, -1)),
+                4,
+                policy="lfu",
+            ),
+        }
+        for message, other in others.items():
+            with other, pytest.raises(moepool.ArgumentError, match=message):
+                other.load_state(file)
+        whole = file.read_bytes()
+        for at in range(len(whole)):
+            damaged = bytearray(whole)
+            damaged[at] ^= 1 << at % 8
+            file.write_bytes(damaged)
+            with pytest.raises((moepool.ArgumentError, moepool.FormatError), match="state"):
+                pool.load_state(file)
+        for size in (0, 7, 79, 80, len(whole) - 1):
+            file.write_bytes(whole[:size])
+            with pytest.raises(
+                (moepool.ArgumentError, moepool.FormatError), match=f"{file}: .*(state|damaged)"
+            ):
+                pool.load_state(file)
+        file.write_bytes(whole)
+        with pool.resolve([[1]]), pytest.raises(moepool.StateError, match="1 routes of the pool are open"):
+            pool.load_state(file)
+        assert residents(pool) == before
+        pool.load_state(file)
+        assert residents(pool) == before
+
+
+# -------------------------------------------------------------------------------------------------------- trace
+
+
+def test_a_trace_has_every_step(pool: moepool.Pool) -> None:
+    step(pool, 9)
+    with pool.trace() as trace:
+        step(pool, 5, 1)
+        pool.resolve([[1, -1, 3], [-1, -1, -1]], phase="decode").release()
+        pool.resolve([[2], [3], [2]], phase="prompt").release()
+        pool.resolve([[-1]]).release()
+        pool.prefetch([7])
+        strided = np.array([[6, 0, 8, 0], [5, 0, 1, 0]], np.int64)[:, ::2]
+        pool.resolve(strided).release()
+    step(pool, 0)
+    steps = trace.drain()
+    assert steps.layer == pool.layer.block
+    assert steps.step.tolist() == [2, 3, 3, 4, 4, 4, 4, 5, 5]
+    assert steps.token.tolist() == [0, 0, 1, 0, 1, 2, 0, 0, 1]
+    assert steps.decode.tolist() == [True] * 3 + [False] * 3 + [True] * 3
+    assert steps.ids.tolist() == [
+        [5, 1, -1],
+        [1, -1, 3],
+        [-1, -1, -1],
+        [2, -1, -1],
+        [3, -1, -1],
+        [2, -1, -1],
+        [-1, -1, -1],
+        [6, 8, -1],
+        [5, 1, -1],
+    ]
+    block = pool.layer.block
+    assert steps.admissions.tolist()[:3] == [[2, block, 1, 1], [2, block, 5, 2], [3, block, 3, 3]]
+    assert steps.prefetched.tolist() == [[4, block, 7, 0]]
+    assert len(steps) == 9 and len(trace.drain()) == 0
+
+
+def test_a_trace_may_be_empty_and_closed_twice(pool: moepool.Pool) -> None:
+    trace = pool.trace(room_bytes=1)
+    assert trace.drain().ids.shape == (0, 1) and trace.drain().admissions.shape == (0, 4)
+    trace.close()
+    trace.close()
+    step(pool, 1)
+    assert len(trace.drain()) == 0
+    with pytest.raises(moepool.ArgumentError, match="room_bytes is 0"):
+        pool.trace(room_bytes=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_is_replayed_from_its_trace(on: On, layer: moepool.Layer, name: PolicyName) -> None:
+    """By the same policy, and by any other that is told whom to admit."""
+    draw = cases.Stream("replay", name)
+    policy = draw_policy(draw, name)
+    options: dict[str, Any] = {"hot": [1, 2] if name == "pinned" else None, "policy": policy}
+    with few_slots(), on.pool(layer, 4, **options) as pool, pool.trace() as trace:
+        for i in range(200):
+            ids = skewed(draw, EXPERTS, 1 + i % 2, 2, i // 40)
+            pool.resolve(ids, phase="prompt" if i % 9 == 0 else "decode").release()
+        steps, stats, end = trace.drain(), pool.stats(), residents(pool)
+    assert stats.evictions > 3 or name in ("static", "reelect")
+    start = [] if name not in ("static", "pinned") else list(range(4)) if name == "static" else [1, 2]
+    with few_slots(), on.pool(layer, 4, policy="pinned", hot=start) as other:
+        for tick in np.unique(steps.step):
+            rows = steps.step == tick
+            wanted = steps.ids[rows]
+            if not (wanted >= 0).any():
+                continue
+            of = steps.admissions[steps.admissions[:, 0] == tick]
+            phase: Any = "decode" if steps.decode[rows][0] else "prompt"
+            other.resolve(wanted, phase=phase, admissions=of[:, 2:].tolist()).release()
+        assert residents(other) == end
+        again = other.stats()
+        for count in ("steps", "bypasses", "hits", "misses", "evictions", "copied_bytes", "prompt_hits"):
+            assert getattr(again, count) == getattr(stats, count), count
