@@ -56,13 +56,14 @@ from moepool.policy import Policy
 from moepool.pool import Pool, PoolMatrix, PoolStats, Route
 from moepool.pooltrace import PoolTrace, TracedSteps
 from moepool.rates import Rates, measure_rates
-from moepool.simulate import Chooser, Simulation, SimulationRun, simulate
+from moepool.simulate import Chooser, ChosenPool, Simulation, SimulationRun, simulate
 from moepool.store import ExpertStore, Layer, MatrixInfo
-from moepool.trace import Trace, TraceInfo, TraceModel, TraceRecorder, trace_model
+from moepool.trace import PoolRecorder, Trace, TraceInfo, TraceModel, TraceRecorder, trace_model
 
 __all__ = [
     "ArgumentError",
     "Chooser",
+    "ChosenPool",
     "CudaError",
     "DtypeError",
     "ExpertFFN",
@@ -81,6 +82,7 @@ __all__ = [
     "Policy",
     "Pool",
     "PoolMatrix",
+    "PoolRecorder",
     "PoolStats",
     "PoolTrace",
     "QuantType",

@@ -5,6 +5,8 @@ from __future__ import annotations
 import errno
 import importlib.util
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import indent
@@ -44,12 +46,12 @@ from moepool.runner.devices import (
 )
 from moepool.runner.generate import Generation, Sampling, generate
 from moepool.runner.info import ModelInfo
-from moepool.runner.model import Checkpoint, Placement
+from moepool.runner.model import Checkpoint, Model, Placement
 from moepool.runner.perplexity import Perplexity, perplexity
 from moepool.runner.profile import HEADER as PROFILE_HEADER
 from moepool.runner.profile import RoutingProfile
 from moepool.runner.table import format_table
-from moepool.trace import Trace, TraceRecorder, trace_model
+from moepool.trace import PoolRecorder, Trace, trace_model
 
 
 class _Commands(click.Group):
@@ -104,6 +106,17 @@ def _placement(
         return Placement(slots, name, miss, device)
     kept = slots if policy.name == "static" else slots // 2
     return Placement(slots, name, miss, device, _hottest(hot, kept, model, config))
+
+
+@contextmanager
+def _recording(model: Path, runner: Model, path: Path | None) -> Iterator[PoolRecorder | None]:
+    """Writes the routing of what runs inside to a file, if there is to be one."""
+    if path is None:
+        yield None
+        return
+    with PoolRecorder(trace_model(model), runner.pools) as recorder:
+        yield recorder
+    recorder.trace().save(path)
 
 
 def _overridden() -> bool:
@@ -199,8 +212,7 @@ def generate_command(
         counts = (
             None if profile is None else RoutingProfile(checkpoint.config.layers, checkpoint.config.experts)
         )
-        recorder = None if trace_path is None else TraceRecorder(trace_model(model))
-        with checkpoint.model(placement) as runner:
+        with checkpoint.model(placement) as runner, _recording(model, runner, trace_path) as recorder:
             result = generate(
                 runner,
                 checkpoint.tokenizer,
@@ -217,8 +229,6 @@ def generate_command(
         click.echo(_generation_line(result), err=True)
     if profile is not None and counts is not None:
         counts.save(profile)
-    if trace_path is not None and recorder is not None:
-        recorder.trace().save(trace_path)
     if json_path is not None:
         facts = _run_facts(model, placement, dense) | {"prompt": prompt, "sampling": asdict(sampling)}
         write_json(json_path, facts | asdict(result) | {"tokens_per_second": result.tokens_per_second})
@@ -263,8 +273,7 @@ def perplexity_command(
         moepool.set_threads(threads)
     with Checkpoint(model, xp=dense_module(dense, where["device"])) as checkpoint:
         placement = _placement(checkpoint, model, **where)
-        recorder = None if trace_path is None else TraceRecorder(trace_model(model))
-        with checkpoint.model(placement) as runner:
+        with checkpoint.model(placement) as runner, _recording(model, runner, trace_path) as recorder:
             result = perplexity(
                 runner,
                 checkpoint.tokenizer,
@@ -275,8 +284,6 @@ def perplexity_command(
                 progress=True,
                 trace=recorder,
             )
-    if trace_path is not None and recorder is not None:
-        recorder.trace().save(trace_path)
     if json_path != "-":
         click.echo(_perplexity_line(result))
     if json_path is not None:

@@ -6,13 +6,14 @@ import json
 import os
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
 from moepool.checks import count
-from moepool.errors import ArgumentError, FormatError
+from moepool.errors import ArgumentError, FormatError, StateError
 from moepool.memory import Memory, memory
 from moepool.policy import Policy
 from moepool.pool import Miss, Pool
@@ -136,7 +137,8 @@ class Plan:
             Of a store of the model.
         device : str
         options
-            Of :class:`Pool`, in place of what is planned.
+            Of :class:`Pool`, in place of what is planned. With `max_slots` a :class:`Watermark` can give
+            memory back.
 
         Returns
         -------
@@ -432,7 +434,7 @@ class Watermark:
     ----------
     plan : Plan
     pools : sequence of Pool
-        In the order of `plan.layers`.
+        In the order of `plan.layers`, made with `max_slots`, without which a pool keeps its memory.
     device : str
         Whose memory is looked at.
     reserve : int, optional
@@ -477,12 +479,16 @@ class Watermark:
             return 0
         budget = min(max(taken + spare, 0), self._plan.budget_bytes)
         wanted = [layer.slots for layer in self._plan.within(budget).layers]
+        if pool_policy(self._plan.policy).name == "pinned":
+            wanted = [max(n, len(layer.hot)) for n, layer in zip(wanted, self._plan.layers, strict=True)]
         # Those that shrink first, so that there is room for those that grow.
         for pool, slots in sorted(
             zip(self._pools, wanted, strict=True), key=lambda pair: pair[1] - pair[0].slots
         ):
-            if slots != pool.slots:
-                pool.resize(slots)
+            # An open route may read a slot that would go: the next look will find it closed.
+            with suppress(StateError):
+                if slots != pool.slots:
+                    pool.resize(slots)
         return sum(pool.slots * record for pool, record in zip(self._pools, records, strict=True)) - taken
 
     def watching(self, seconds: float = 1.0) -> _Watch:

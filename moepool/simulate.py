@@ -15,9 +15,10 @@ from moepool.checks import count, integer
 from moepool.cpu import get_threads
 from moepool.errors import ArgumentError
 from moepool.policy import Policy
+from moepool.pool import Phase, Pool, Route
 from moepool.trace import Trace
 
-__all__ = ["POLICIES", "Chooser", "Simulation", "SimulationRun", "parse_policy", "simulate"]
+__all__ = ["POLICIES", "Chooser", "ChosenPool", "Simulation", "SimulationRun", "parse_policy", "simulate"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -95,6 +96,67 @@ class Chooser(_sim.Chooser):
             empty.
         """
         raise NotImplementedError
+
+
+class ChosenPool:
+    """Runs a pool by a policy written in Python. The host takes every step.
+
+    Parameters
+    ----------
+    pool : Pool
+        Its own policy has no say; slots must not change meanwhile.
+    chooser : Chooser
+        Of this pool alone.
+
+    Examples
+    --------
+    >>> class Newest(moepool.Chooser):
+    ...     def choose(self, tick, wanted, missing, expert_in):
+    ...         return [(missing[-1], 0)] if missing and expert_in[0] not in wanted else []
+    >>> weight = np.zeros((8, 32, 64), np.float32)
+    >>> pool = moepool.Pool(moepool.ExpertStore.from_arrays(weight=weight, qtype="q8_0")[0], slots=4)
+    >>> chosen = moepool.ChosenPool(pool, Newest())
+    >>> with chosen.resolve([[6, 2]]) as route:
+    ...     y = moepool.matmul_id(np.ones((1, 64), np.float32), route, pool)
+    >>> pool.residents()[1].tolist()
+    [6, -1, -1, -1]
+    """
+
+    def __init__(self, pool: Pool, chooser: Chooser) -> None:
+        self.pool, self.chooser = pool, chooser
+        self._slots = pool.slots
+        chooser.begin(pool.experts, pool.slots)
+
+    def resolve(self, ids: Any, phase: Phase = "decode", stream: Any = None) -> Route:
+        """Takes one step, as :meth:`Pool.resolve` does.
+
+        Parameters
+        ----------
+        ids : array of int, or nested list of int
+            (tokens, k), in host memory.
+        phase : {"decode", "prompt"}
+            A prompt step leaves the pool as it is.
+        stream : optional
+            As for :meth:`Pool.resolve`.
+
+        Raises
+        ------
+        ArgumentError
+            The policy names experts or slots that the step cannot admit; or as :meth:`Pool.resolve`.
+        """
+        if phase not in ("decode", "prompt"):
+            raise ArgumentError(f"phase is {phase!r}; it must be 'decode' or 'prompt'")
+        places = np.asarray(ids)
+        wanted = np.unique(places[places >= 0]).tolist()
+        if phase == "prompt" or not 0 < len(wanted) <= self._slots:
+            return self.pool.resolve(ids, phase, stream)  # nobody is admitted
+        slot_of, expert_in = self.pool.residents()
+        if wanted[-1] >= len(slot_of):
+            return self.pool.resolve(ids, phase, stream)  # an error that names the place
+        missing = [expert for expert in wanted if slot_of[expert] < 0]
+        tick = self.pool.stats().steps + 1
+        choices = self.chooser.choose(tick, wanted, missing, expert_in.tolist())
+        return self.pool.resolve(ids, phase, stream, admissions=list(choices))
 
 
 class Candidate(NamedTuple):

@@ -6,19 +6,23 @@ import hashlib
 import os
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from types import TracebackType
+from typing import Any, Literal, Protocol, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from moepool import tracefile
-from moepool.errors import ArgumentError, DtypeError, FormatError, IdError, warn
+from moepool.errors import ArgumentError, DtypeError, FormatError, IdError, MoePoolError, warn
 from moepool.gguf import GGUFFile, expert_layers
+from moepool.pool import Pool
+from moepool.pooltrace import PoolTrace, TracedSteps
 from moepool.tracefile import Form, Rows, TraceModel
 
-__all__ = ["Trace", "TraceInfo", "TraceModel", "TraceRecorder", "trace_model"]
+__all__ = ["PoolRecorder", "Trace", "TraceInfo", "TraceModel", "TraceRecorder", "trace_model"]
 
 TracePhase = Literal["prompt", "decode"]
 
@@ -495,6 +499,14 @@ def _common(models: list[TraceModel]) -> TraceModel:
 Observer = Callable[[int, npt.NDArray[np.int32]], None]
 
 
+class Recorder(Protocol):
+    """What gathers the routing of a run: it is told of every forward pass before it begins."""
+
+    def step(self, pos: int, decode: bool) -> Observer | None:
+        """Begins a forward pass; gives who wants to see its routing, if anybody does."""
+        ...
+
+
 class TraceRecorder:
     """Gathers the routing of a run on the host.
 
@@ -549,3 +561,131 @@ class TraceRecorder:
         pos = pos + np.arange(len(pos)) - np.repeat(begins, sizes)
         ids = [*(part[4] for part in self._parts), np.empty((0, self.model.k), np.int32)]
         return Trace(self.model, step, layer, pos, decode.astype(np.bool_), np.concatenate(ids))
+
+
+class PoolRecorder:
+    """Gathers the routing of a run from the pools that serve it, through :meth:`Pool.trace`.
+
+    Steps that a GPU takes by itself, in CUDA graphs too, are recorded there and cost no synchronisation. A
+    context manager that ends recording.
+
+    Parameters
+    ----------
+    model : TraceModel
+    pools : sequence of Pool
+        One for each layer. Every step has to go through all of them.
+    admissions : bool
+        Keep whom the steps admitted too.
+    room_bytes : int, optional
+        Of each pool's ring on a GPU, as for :meth:`Pool.trace`. It is drained every so many steps.
+
+    Examples
+    --------
+    >>> weight = np.zeros((8, 32, 64), np.float32)
+    >>> pool = moepool.Pool(moepool.ExpertStore.from_arrays(weight=weight, qtype="q8_0")[0], slots=4)
+    >>> with moepool.PoolRecorder(moepool.TraceModel(experts=8, k=2, layers=1), [pool]) as recorder:
+    ...     recorder.step(pos=0, decode=True)
+    ...     pool.resolve([[6, 2]]).release()
+    >>> recorder.trace().ids
+    array([[6, 2]], dtype=int32)
+    """
+
+    def __init__(
+        self,
+        model: TraceModel,
+        pools: Sequence[Pool],
+        admissions: bool = False,
+        room_bytes: int = 1 << 20,
+    ) -> None:
+        self.model = model
+        self._keeps_admissions = admissions
+        # A step takes less than 64 bytes and 16 a place; half the room is kept for steps of many tokens.
+        self._every = max(room_bytes // 2 // (64 + 16 * model.k), 1)
+        self._pos: list[int] = []
+        self._before = [pool.stats().steps for pool in pools]
+        self._drained: list[list[TracedSteps]] = [[] for _ in pools]
+        self._traces: list[PoolTrace] = [pool.trace(room_bytes) for pool in pools]
+
+    def step(self, pos: int, decode: bool) -> None:
+        """Begins a forward pass whose first token is at a position. The pools know the rest."""
+        if self._pos and len(self._pos) % self._every == 0:
+            self._drain()
+        self._pos.append(pos)
+
+    def _drain(self) -> None:
+        for steps, trace in zip(self._drained, self._traces, strict=True):
+            steps.append(trace.drain())
+
+    def trace(self) -> Trace:
+        """What has been recorded so far. Waits for steps under way on a GPU.
+
+        Raises
+        ------
+        StateError
+            A ring ran full: steps are missing.
+        """
+        if self._traces:
+            self._drain()
+        columns: list[tuple[npt.NDArray[Any], ...]] = []
+        admissions = [np.empty((0, 4), np.int64)]
+        for before, parts in zip(self._before, self._drained, strict=True):
+            for steps in parts:
+                # A pool counts its steps from 1, and none that wants nobody.
+                step = np.maximum(steps.step - before - 1, 0)
+                begun = np.array([*self._pos, 0], np.int64)
+                pos = begun[np.minimum(step, len(self._pos))] + steps.token
+                columns.append(
+                    (step, np.full(len(step), steps.layer), pos, steps.decode, self._ids(steps.ids))
+                )
+                if self._keeps_admissions:
+                    admissions.append(steps.admissions - np.array([before + 1, 0, 0, 0]))
+        none = (*(np.empty(0, np.int64) for _ in range(3)), np.empty(0, np.bool_))
+        empty = (*none, np.empty((0, self.model.k), np.int32))
+        step, layer, pos, decode, ids = (np.concatenate(parts) for parts in zip(*columns, empty, strict=True))
+        order = np.lexsort((layer, step))  # stable: tokens of a step stay in their order
+        return Trace(
+            self.model,
+            step[order],
+            layer[order],
+            pos[order],
+            decode[order],
+            ids[order],
+            np.concatenate(admissions),
+        )
+
+    def _ids(self, ids: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+        """With as many places as a token of the model has."""
+        if invalid := int(np.count_nonzero(ids < -1)):
+            warn(f"{invalid} ids out of range in device memory are left out of the trace")
+        if ids.shape[1] > self.model.k:
+            raise ArgumentError(f"steps of {ids.shape[1]} places a token; the model has {self.model.k}")
+        missing = self.model.k - ids.shape[1]
+        return np.pad(np.maximum(ids, -1), ((0, 0), (0, missing)), constant_values=-1)
+
+    def close(self) -> None:
+        """Ends recording; what was recorded is kept. May be called twice.
+
+        Raises
+        ------
+        StateError
+            As :meth:`trace`.
+        """
+        try:
+            if self._traces:
+                self._drain()
+        finally:
+            for trace in self._traces:
+                trace.close()
+            self._traces = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+        else:  # which is what the caller has to know of
+            with suppress(MoePoolError):
+                self.close()

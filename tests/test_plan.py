@@ -317,6 +317,51 @@ def test_small_changes_are_left_alone() -> None:
     assert mark.check() == 30
 
 
+def test_running_pools_give_slots_back(records: list[int]) -> None:
+    """And the same text comes out, while slots go and come."""
+    plan = make_plan(skewed_trace(), 60 * RECORD, records, policy="lru")
+    free = [2 * plan.slot_bytes]
+    with Checkpoint(bundled_model(), progress=False) as checkpoint:
+        with checkpoint.model() as runner:
+            text = generate(runner, checkpoint.tokenizer, "import os\n", 30, stop_at_eos=False)
+        with checkpoint.model(Placement(plan=plan)) as runner:
+            mark = Watermark(
+                plan,
+                runner.pools,
+                "cuda:0",
+                reserve=2 * plan.slot_bytes,
+                look=lambda _: Memory(1 << 40, free[0], "a fake"),
+            )
+            sizes = set()
+            rng = np.random.default_rng(0)
+
+            def change(piece: str) -> None:
+                free[0] = int(rng.integers(1, 4) * plan.slot_bytes - rng.integers(plan.slot_bytes))
+                mark.check()
+                sizes.add(sum(pool.slots for pool in runner.pools))
+
+            again = generate(
+                runner, checkpoint.tokenizer, "import os\n", 30, stop_at_eos=False, on_text=change
+            )
+    assert again.logits_sha256 == text.logits_sha256
+    assert len(sizes) > 2
+    assert max(sizes) <= sum(layer.slots for layer in plan.layers)
+
+
+def test_pinned_experts_keep_their_slots(records: list[int]) -> None:
+    plan = make_plan(skewed_trace(), 60 * RECORD, records, policy="pinned")
+    with moepool.ExpertStore.from_gguf(bundled_model(), progress=False) as store:
+        pools = [plan.pool(layer) for layer in store]
+        mark = Watermark(plan, pools, "cuda:0", 1 << 30, lambda _: Memory(1 << 40, 0, "a fake"))
+        mark.check()
+        assert [pool.slots for pool in pools] == [len(layer.hot) for layer in plan.layers]
+        grown = Watermark(plan, pools, "cuda:0", 0, lambda _: Memory(1 << 40, 1 << 39, "a fake"))
+        with pools[0].resolve([[1, 2, 3, 4]]):
+            mark.check()  # a lease: left for the next look
+        grown.check()
+        assert [pool.slots for pool in pools] == [layer.slots for layer in plan.layers]
+
+
 def test_a_thread_watches() -> None:
     mark, card, pools = watermark()
     with mark.watching(0.01):

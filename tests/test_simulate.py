@@ -17,7 +17,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 import moepool
-from moepool import Chooser, Rates, Trace, TraceModel
+from moepool import Chooser, ChosenPool, Rates, Trace, TraceModel
 from moepool.cli import main
 from moepool.cli_simulate import parse_size
 from moepool.rates import rates_path, verdict
@@ -190,6 +190,35 @@ def test_a_policy_of_python_is_simulated() -> None:
         assert own.policy == "Lru"
         for name, values in native.by_layer.items():
             assert np.array_equal(own.by_layer[name], values), name
+
+
+@pytest.mark.parametrize("slots", [3, 8, 24])
+def test_a_policy_of_python_runs_a_pool_as_simulated(slots: int, on: On, layer: moepool.Layer) -> None:
+    trace = local_trace(150)
+    simulated = simulate(trace, slots, [Lru()]).runs[0]
+    with few_slots(), on.pool(layer, slots) as pool:
+        chosen = ChosenPool(pool, Lru())
+        for ids, phase in steps_of(trace, 1):
+            chosen.resolve(ids, phase).release()  # type: ignore[arg-type]
+        assert_counts(pool, simulated, 1, slots)
+
+
+def test_what_a_chosen_pool_refuses(layer: moepool.Layer) -> None:
+    class Bad(Chooser):
+        def choose(self, *_: Any) -> list[tuple[int, int]]:
+            return [(9, 0)]
+
+    with moepool.Pool(layer, 8) as pool:
+        chosen = ChosenPool(pool, Bad())
+        with pytest.raises(moepool.ArgumentError, match="9"):
+            chosen.resolve([[1, 2, 3, 4]])
+        with pytest.raises(moepool.IdError, match="id 24 at token 0, place 1"):
+            chosen.resolve([[1, 24]])
+        with pytest.raises(moepool.ArgumentError, match="phase is 'auto'"):
+            chosen.resolve([[1]], "auto")
+        assert chosen.resolve(np.arange(12).reshape(3, 4)).bypass
+        assert chosen.resolve([[1]], "prompt").prompt
+        assert chosen.resolve([[-1]]).tick == 0
 
 
 @pytest.mark.parametrize(

@@ -19,8 +19,9 @@ from moepool import Trace, TraceModel
 from moepool.cli import main
 from moepool.runner import Checkpoint, Placement, bundled_model, generate
 from moepool.runner.perplexity import perplexity
-from moepool.trace import TraceRecorder, trace_model
+from moepool.trace import PoolRecorder, TraceRecorder, trace_model
 from moepool.tracefile import steps_of
+from tests.support import On
 
 MODEL = TraceModel(experts=8, k=2, layers=3, fingerprint="0123456789abcdef")
 COLUMNS = ("step", "layer", "pos", "decode", "ids", "admissions")
@@ -364,6 +365,50 @@ def test_generate_records_what_the_pools_count(tmp_path: Path) -> None:
         info = recorder.trace().info()
         assert (info.rows, info.decode_rows, info.steps) == (4 * 256, 4 * 256, 16)
         assert scored.stats["prompt_misses"] == 0
+
+
+@pytest.mark.parametrize("room", [1 << 20, 300])
+def test_pools_record_what_the_host_saw(room: int, on: On) -> None:
+    """Ids, phases and positions, whoever took the steps; little room is drained again and again."""
+    weight = np.ones((8, 32, 32), np.float32)
+    store = moepool.ExpertStore.from_arrays(gate=weight, up=weight, down=weight, qtype="f32")
+    model = TraceModel(8, 2, 1)
+    rng = np.random.default_rng(0)
+    host = TraceRecorder(model)
+    with on.pool(store[0], 4) as pool:
+        ffn = moepool.ExpertFFN(pool)
+        on(ffn, np.ones((1, 32), np.float32), np.array([[0, 1]], np.int32), np.ones((1, 2), np.float32))
+        with PoolRecorder(model, [pool], admissions=True, room_bytes=room) as recorder:
+            pos = 0
+            for i in range(60):
+                tokens = 3 if i % 20 == 0 else 1
+                ids = rng.integers(0, 8, (tokens, 2)).astype(np.int32)
+                phase = "prompt" if tokens == 3 else "decode"
+                host.step(pos, tokens == 1)(0, ids)
+                recorder.step(pos, tokens == 1)
+                on(ffn, np.ones((tokens, 32), np.float32), ids, np.ones((tokens, 2), np.float32), phase=phase)
+                pos += tokens
+        on(ffn, np.ones((1, 32), np.float32), np.array([[0, 1]], np.int32), np.ones((1, 2), np.float32))
+        stats = pool.stats()
+    trace, seen = recorder.trace(), host.trace()
+    for name in ("step", "layer", "pos", "decode", "ids"):
+        assert np.array_equal(getattr(trace, name), getattr(seen, name)), name
+    first = 2  # of the step before recording; the last one admits only what the run evicted
+    assert first + len(trace.admissions) <= stats.copied_bytes // store[0].record_bytes
+    assert set(trace.admissions[:, 0].tolist()) <= set(trace.step[trace.decode].tolist())
+    assert len(trace.admissions) > 10
+
+
+def test_a_pool_records_only_steps_of_the_models_width() -> None:
+    weight = np.ones((8, 32, 32), np.float32)
+    layer = moepool.ExpertStore.from_arrays(weight=weight, qtype="f32")[0]
+    recorder = PoolRecorder(TraceModel(8, 2, 1), [pool := moepool.Pool(layer, 8)])
+    pool.resolve([[1, 2, 3]]).release()
+    with pytest.raises(moepool.ArgumentError, match="3 places a token; the model has 2"):
+        recorder.trace()
+    recorder = PoolRecorder(TraceModel(8, 4, 1), [pool])
+    pool.resolve([[1, 2, 3]]).release()
+    assert recorder.trace().ids.tolist() == [[1, 2, 3, -1]]
 
 
 def test_the_fingerprint_is_the_routers(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from moepool.errors import ArgumentError
 from moepool.runner.model import Model, Observer
 from moepool.runner.profile import RoutingProfile
 from moepool.runner.tokenizer import Tokenizer
-from moepool.trace import TraceRecorder
+from moepool.trace import Recorder
 
 PROMPT_CHUNK = 512
 """Most tokens of a prompt that one forward takes; bounds the memory of its attention scores."""
@@ -121,7 +121,7 @@ def generate(
     stop_at_eos: bool = True,
     on_text: Callable[[str], None] | None = None,
     profile: RoutingProfile | None = None,
-    trace: TraceRecorder | None = None,
+    trace: Recorder | None = None,
 ) -> Generation:
     """Continues a text.
 
@@ -141,7 +141,7 @@ def generate(
         Gets the text piece by piece, whole characters only.
     profile : RoutingProfile, optional
         Counts the routing of the prompt and of the decode steps.
-    trace : TraceRecorder, optional
+    trace : TraceRecorder or PoolRecorder, optional
         Keeps the routing, step by step.
 
     Raises
@@ -215,14 +215,14 @@ def generate(
 
 
 def _observer(
-    profile: RoutingProfile | None, trace: TraceRecorder | None, pos: int, decode: bool
+    profile: RoutingProfile | None, trace: Recorder | None, pos: int, decode: bool
 ) -> Observer | None:
     """What looks at the routing of a pass that begins at a position."""
     observers: list[Observer] = []
     if profile is not None:
         observers.append(profile.observer("decode" if decode else "prompt"))
-    if trace is not None:
-        observers.append(trace.step(pos, decode))
+    if trace is not None and (observer := trace.step(pos, decode)) is not None:
+        observers.append(observer)
     if not observers:
         return None
 

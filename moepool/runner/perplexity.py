@@ -20,7 +20,7 @@ from tqdm import tqdm
 from moepool.errors import ArgumentError
 from moepool.runner.model import KVCache, Model, Phase
 from moepool.runner.tokenizer import Tokenizer
-from moepool.trace import TraceRecorder
+from moepool.trace import Recorder
 
 DECODE_TOKENS = 32
 """Passes of more tokens are steps of a prompt, as pools take them by default."""
@@ -61,7 +61,7 @@ def perplexity(
     windows: int | None = None,
     batch: int | None = None,
     progress: bool = False,
-    trace: TraceRecorder | None = None,
+    trace: Recorder | None = None,
 ) -> Perplexity:
     """Scores a text.
 
@@ -81,7 +81,7 @@ def perplexity(
         differ in shape.
     progress : bool
         Show a bar on standard error if that is a terminal.
-    trace : TraceRecorder, optional
+    trace : TraceRecorder or PoolRecorder, optional
         Keeps the routing, step by step. With a batch of 1 it is that of decoding the text.
 
     Raises
@@ -121,7 +121,7 @@ def perplexity(
 
 
 def _scored_logits(
-    model: Model, cache: KVCache, window: NDArray[np.int64], batch: int, trace: TraceRecorder | None
+    model: Model, cache: KVCache, window: NDArray[np.int64], batch: int, trace: Recorder | None
 ) -> NDArray[np.float32]:
     """Logits at positions context / 2 to context - 2 of a window; (context / 2 - 1, vocab)."""
     begin, end = len(window) // 2, len(window) - 1
