@@ -6,7 +6,7 @@ import errno
 import importlib.util
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import indent
@@ -30,7 +30,7 @@ from moepool.options import (
     writable,
     write_json,
 )
-from moepool.plan import Plan
+from moepool.plan import Plan, Watermark
 from moepool.policy import Policy, PolicyName
 from moepool.pool import Miss
 from moepool.rates import Rates, measure_rates, rates_path
@@ -117,6 +117,14 @@ def _recording(model: Path, runner: Model, path: Path | None) -> Iterator[PoolRe
     with PoolRecorder(trace_model(model), runner.pools) as recorder:
         yield recorder
     recorder.trace().save(path)
+
+
+def _watching(placement: Placement, runner: Model) -> AbstractContextManager[object]:
+    """Gives slots back when others take the device's memory, if the plan was made by what was free there."""
+    plan = placement.plan
+    if plan is None or plan.reserve_bytes is None or placement.device == "cpu":
+        return nullcontext()
+    return Watermark(plan, runner.pools, placement.device).watching()
 
 
 def _overridden() -> bool:
@@ -212,7 +220,11 @@ def generate_command(
         counts = (
             None if profile is None else RoutingProfile(checkpoint.config.layers, checkpoint.config.experts)
         )
-        with checkpoint.model(placement) as runner, _recording(model, runner, trace_path) as recorder:
+        with (
+            checkpoint.model(placement) as runner,
+            _recording(model, runner, trace_path) as recorder,
+            _watching(placement, runner),
+        ):
             result = generate(
                 runner,
                 checkpoint.tokenizer,
@@ -273,7 +285,11 @@ def perplexity_command(
         moepool.set_threads(threads)
     with Checkpoint(model, xp=dense_module(dense, where["device"])) as checkpoint:
         placement = _placement(checkpoint, model, **where)
-        with checkpoint.model(placement) as runner, _recording(model, runner, trace_path) as recorder:
+        with (
+            checkpoint.model(placement) as runner,
+            _recording(model, runner, trace_path) as recorder,
+            _watching(placement, runner),
+        ):
             result = perplexity(
                 runner,
                 checkpoint.tokenizer,

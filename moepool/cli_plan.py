@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import click
@@ -69,7 +69,7 @@ def plan_command(
     json_path: str | None,
 ) -> None:
     """Give each layer of a model the slots that bring most, and say what to expect of them."""
-    budget, told = _budget(vram, reserve, device)
+    budget, kept, told = _budget(vram, reserve, device)
     of = trace_model(model)
     trace = Trace.merge([Trace.load(path, of, lenient=lenient) for path in traces])
     layers = trace.info().layers
@@ -86,6 +86,7 @@ def plan_command(
         threads=threads,
         progress=True,
     )
+    plan = replace(plan, reserve_bytes=kept)
     if output is not None:
         plan.save(output)
     if json_path is not None:
@@ -96,19 +97,23 @@ def plan_command(
         click.echo("\n".join(_words(plan, told)))
 
 
-def _budget(vram: str, reserve: str | None, device: str) -> tuple[int, str]:
-    """Bytes for slots, and where the figure comes from."""
+def _budget(vram: str, reserve: str | None, device: str) -> tuple[int, int | None, str]:
+    """Bytes for slots, bytes to be left free while it runs, and where the figures come from."""
     if vram != "auto":
         if reserve is not None:
             raise ArgumentError("--reserve is what --vram auto leaves free")
-        return parse_size(vram), f"{vram} was given"
+        return parse_size(vram), None, f"{vram} was given"
     try:
         budget, kept, free = auto_budget(device, None if reserve is None else parse_size(reserve))
     except UnsupportedError as error:
         raise UnsupportedError(f"{error}; or plan for another machine with --vram SIZE") from None
-    return budget, (
-        f"{free.free / 2**30:.2f} GiB of {device} are free by {free.source}, {kept / 2**30:.2f} of them are "
-        "left to others"
+    return (
+        budget,
+        kept,
+        (
+            f"{free.free / 2**30:.2f} GiB of {device} are free by {free.source}, {kept / 2**30:.2f} of them "
+            "are left to others"
+        ),
     )
 
 

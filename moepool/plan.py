@@ -84,6 +84,8 @@ class Plan:
         Expected for the experts of a token, if the machine was measured.
     notes : tuple of str
         What does not fit, and what becomes of it.
+    reserve_bytes : int or None
+        What running pools should leave free on the device, if a :class:`Watermark` is to see to it.
 
     Examples
     --------
@@ -109,6 +111,7 @@ class Plan:
     hit_rate: float
     seconds: float | None = None
     notes: tuple[str, ...] = ()
+    reserve_bytes: int | None = None
 
     @property
     def slot_bytes(self) -> int:
@@ -162,6 +165,8 @@ class Plan:
             # A budget of its own: what is planned is not cut to half of what is free.
             "budget_bytes": max(planned.slots * planned.record_bytes, 1),
         }
+        if self.reserve_bytes is not None:
+            settings["max_slots"] = planned.slots
         if pool_policy(self.policy).name in ("static", "pinned"):
             settings["hot"] = planned.hot
         return Pool(layer, device=device, **(settings | options))
@@ -438,7 +443,7 @@ class Watermark:
     device : str
         Whose memory is looked at.
     reserve : int, optional
-        As :func:`auto_budget`.
+        Bytes; by default the plan's, or else as :func:`auto_budget` has it.
     look : callable, optional
         Gives the device's :class:`Memory`; :func:`moepool.memory` by default.
 
@@ -461,7 +466,8 @@ class Watermark:
         if len(pools) != len(plan.layers):
             raise ArgumentError(f"{len(pools)} pools for a plan of {len(plan.layers)} layers")
         self._plan, self._pools, self._device, self._look = plan, tuple(pools), device, look
-        self.reserve = max(RESERVE, look(device).total // 20) if reserve is None else reserve
+        kept = plan.reserve_bytes if reserve is None else reserve
+        self.reserve = max(RESERVE, look(device).total // 20) if kept is None else kept
 
     def check(self) -> int:
         """Looks once, and resizes pools if it must.

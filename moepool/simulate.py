@@ -98,6 +98,47 @@ class Chooser(_sim.Chooser):
         raise NotImplementedError
 
 
+class Recorded(Chooser):
+    """The admissions that a trace has recorded, for pools with as many slots as there were.
+
+    Parameters
+    ----------
+    trace : Trace
+        From its pools' first steps on.
+    """
+
+    def __init__(self, trace: Trace) -> None:
+        super().__init__()
+        wants = (trace.ids >= 0).any(axis=1)
+        self._layers = np.unique(trace.layer).tolist()
+        self._steps = {
+            layer: np.unique(trace.step[(trace.layer == layer) & wants]).tolist() for layer in self._layers
+        }
+        self._choices: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        for step, layer, expert, slot in trace.admissions.tolist():
+            self._choices.setdefault((layer, step), []).append((expert, slot))
+        self._at = -1
+
+    def begin(self, experts: int, slots: int) -> None:
+        """Goes on to the next layer."""
+        self._at = (self._at + 1) % len(self._layers)
+        layer = self._layers[self._at]
+        taken = max(
+            (slot for (at, _), c in self._choices.items() if at == layer for _, slot in c), default=-1
+        )
+        if taken >= slots:
+            raise ArgumentError(
+                f"slot {taken} of layer {layer} was filled when it was recorded, not {slots} slots"
+            )
+
+    def choose(
+        self, tick: int, wanted: list[int], missing: list[int], expert_in: list[int]
+    ) -> Iterable[tuple[int, int]]:
+        """What was recorded of this step."""
+        layer = self._layers[self._at]
+        return self._choices.get((layer, self._steps[layer][tick - 1]), [])
+
+
 class ChosenPool:
     """Runs a pool by a policy written in Python. The host takes every step.
 
@@ -347,7 +388,8 @@ def simulate(
         it begins with what is wanted first, keeps what is wanted next, and may do so in any decode step, so
         that no policy has more hits. "static" holds the experts that the trace wants most, so it knows the
         future; "static-prompt" those that its prompts want most, "static-profile" those of `profile`.
-        "pinned" keeps the hottest for half of the slots, of `profile` or else of the trace.
+        "pinned" keeps the hottest for half of the slots, of `profile` or else of the trace. "recorded"
+        repeats the admissions in the trace, with as many slots as its pools had.
     profile : Trace, optional
         Of another run of the model: what "static-profile" and "pinned" go by.
     admit : int, optional
@@ -487,6 +529,10 @@ def _candidate(value: str | Policy | Chooser, trace: Trace, profile: Trace | Non
     name, options = parse_policy(value)
     if name == "belady" and not options:
         return Candidate(name, None, None, False)
+    if name == "recorded" and not options:
+        if not len(trace.admissions):
+            raise ArgumentError("the trace has no admissions: 'recorded' repeats those of PoolRecorder")
+        return Candidate(name, None, Recorded(trace), True)
     if name == "static-prompt" and trace.decode.all():
         raise ArgumentError("static-prompt needs a trace with rows of prompts")
     if name == "static-profile" and profile is None:

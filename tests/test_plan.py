@@ -23,6 +23,7 @@ from moepool.runner import Checkpoint, Placement, bundled_model, generate
 from moepool.runner.info import ModelInfo
 from moepool.simulate import simulate
 from moepool.trace import TraceRecorder, trace_model
+from tests.support import few_slots
 from tests.test_cuda_memory import CUDA_LARGE, GIB, LARGE, FakeNVML, NVMLError, cuda, fake
 from tests.test_simulate import local_trace
 
@@ -340,9 +341,10 @@ def test_running_pools_give_slots_back(records: list[int]) -> None:
                 mark.check()
                 sizes.add(sum(pool.slots for pool in runner.pools))
 
-            again = generate(
-                runner, checkpoint.tokenizer, "import os\n", 30, stop_at_eos=False, on_text=change
-            )
+            with few_slots():
+                again = generate(
+                    runner, checkpoint.tokenizer, "import os\n", 30, stop_at_eos=False, on_text=change
+                )
     assert again.logits_sha256 == text.logits_sha256
     assert len(sizes) > 2
     assert max(sizes) <= sum(layer.slots for layer in plan.layers)
@@ -462,9 +464,16 @@ def test_the_environment_of_plan_and_simulate(files: Path, monkeypatch: pytest.M
 def test_plan_by_the_card_that_is_there(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fake(monkeypatch, FakeNVML([LARGE]), CUDA_LARGE)
     options = ("plan", "tiny-moe", "--trace", files / "a.moetrace", "--policy", "lru")
-    result = run(*options, "--reserve", "2GiB")
+    result = run(*options, "--reserve", "2GiB", "-o", files / "auto.json")
     free = moepool.memory("cuda:0").free / GIB
     assert f"{free:.2f} GiB of cuda:0 are free by NVML, 2.00 of them are left to others" in result.stdout
+    plan = Plan.load(files / "auto.json")
+    assert plan.reserve_bytes == 2 * GIB
+    assert plan.budget_bytes == int(free * GIB) - 2 * GIB
+    with moepool.ExpertStore.from_gguf(bundled_model(), progress=False) as store:
+        pool = plan.within(40 * RECORD).pool(store[0])
+        with pytest.raises(moepool.ArgumentError):
+            pool.resize(pool.slots + 1)
     monkeypatch.undo()
 
 

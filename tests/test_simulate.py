@@ -192,6 +192,25 @@ def test_a_policy_of_python_is_simulated() -> None:
             assert np.array_equal(own.by_layer[name], values), name
 
 
+@pytest.mark.parametrize("slots", [3, 8])
+def test_what_a_pool_admitted_is_repeated(slots: int, layer: moepool.Layer) -> None:
+    """As it must be where measured times had a say in it."""
+    trace = local_trace(150)
+    with few_slots(), moepool.Pool(layer, slots, policy=policy_from("lfru:half_life=20")) as pool:
+        for_one = TraceModel(EXPERTS, K, 1)
+        with moepool.PoolRecorder(for_one, [pool], admissions=True) as recorder:
+            for ids, phase in steps_of(trace, 0):
+                recorder.step(0, phase == "decode")
+                pool.resolve(ids, phase=phase).release()  # type: ignore[arg-type]
+        recorded = recorder.trace()
+        for _ in range(2):
+            assert_counts(pool, simulate(recorded, slots, ["recorded"]).runs[0], 0, slots)
+    with pytest.raises(moepool.ArgumentError, match=f"slot {slots - 1} of layer 0 was filled"):
+        simulate(recorded, slots - 1, ["recorded"])
+    with pytest.raises(moepool.ArgumentError, match="has no admissions"):
+        simulate(trace, slots, ["recorded"])
+
+
 @pytest.mark.parametrize("slots", [3, 8, 24])
 def test_a_policy_of_python_runs_a_pool_as_simulated(slots: int, on: On, layer: moepool.Layer) -> None:
     trace = local_trace(150)
@@ -410,6 +429,20 @@ def test_the_verdict_without_a_card_or_a_model() -> None:
     assert "of at most" in words
     only = simulate(local_trace(), 8, ["belady"])
     assert verdict(only, None).startswith("No verdict")
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda:0"])
+def test_this_machine_can_be_measured(device: str) -> None:
+    rates = moepool.measure_rates(device)
+    assert 1e8 < rates.host < 1e13
+    assert 0 < rates.host_layer < 0.1
+    if device == "cpu":
+        assert (rates.memory, rates.link, rates.layer) == (None, None, None)
+    else:
+        assert rates.memory is not None and rates.link is not None and rates.layer is not None
+        assert 1e9 < rates.link < rates.memory < 1e14
+        assert 0 < rates.layer < 1e-3
+        assert rates.card
 
 
 def test_rates_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
