@@ -219,7 +219,7 @@ typedef int32_t moepool_phase;
 enum {
     MOEPOOL_PHASE_AUTO = 0, /* a prompt if it has more than prompt_tokens tokens */
     MOEPOOL_PHASE_DECODE = 1,
-    MOEPOOL_PHASE_PROMPT = 2 /* bypasses: admits, evicts and stamps nothing */
+    MOEPOOL_PHASE_PROMPT = 2 /* bypasses: admits, evicts and counts nothing */
 };
 
 typedef struct moepool_pool_config {
@@ -418,9 +418,10 @@ MOEPOOL_API moepool_status moepool_ffn(const moepool_route *route, const moepool
 /* moepool_pool_resolve, moepool_ffn and moepool_route_release in one: the same bytes, the same residency, the same
  * counts. On CUDA a decode step of up to 16 tokens and 512 places with ids in device memory, packed, is taken by the
  * device itself: no copy to the host, no synchronisation, and a CUDA graph can hold it. That wants miss = stream,
- * records that are all page-locked, gate and up of one type, and no open route of the pool; any other step is resolved
- * by the host, and is MOEPOOL_ERROR_STATE while `stream` is being captured. Steps of one pool run in the order of their
- * calls. Replays of a graph must be ordered with the other uses of its pools by the caller. */
+ * records that are all page-locked, and gate and up of one type; any other step is resolved by the host, and is
+ * MOEPOOL_ERROR_STATE while `stream` is being captured. Steps of one pool run in the order of their calls, and evict
+ * nothing that a route uses which was open when they were called, or when a graph that holds them was launched. Replays
+ * of a graph must be ordered with the other uses of its pools by the caller. */
 MOEPOOL_API moepool_status moepool_pool_ffn(moepool_pool *pool, const moepool_ids *ids, moepool_phase phase,
                                             const moepool_rows *x, const void *weights, moepool_dtype weights_dtype,
                                             float *out, void *stream);

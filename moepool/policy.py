@@ -30,17 +30,18 @@ _OPTIONS: dict[str, tuple[str, ...]] = {
 class Policy:
     """Which experts become resident, and which of them go.
 
-    All count in steps of their pool and in integers, without clocks, so that the same calls give the same hits on
-    every device. A prompt, or a step that wants more experts than there are slots, changes nothing.
+    All count in steps of their pool and in integers, without clocks, so that the same calls give the same
+    hits on every device. A prompt, or a step that wants more experts than there are slots, changes nothing.
 
     Attributes
     ----------
     name : str
-        "lru" evicts the expert used longest ago. "static" keeps the experts it is made with and admits no others.
-        "lfu" evicts the one used least often, "lfru" the one used longest ago, where each use is worth `weight`
-        steps. "slru" is LRU in two segments: a hit protects an expert, and one that is not protected goes first.
-        "reelect" elects the experts used most every `period` steps; only they come in, and only others go; before
-        the first election it is LRU. "pinned" is LRU, but the experts it is made with stay.
+        "lru" evicts the expert used longest ago. "static" keeps the experts it is made with and admits no
+        others. "lfu" evicts the one used least often, "lfru" the one used longest ago, where each use is
+        worth `weight` steps. "slru" is LRU in two segments: a hit protects an expert, and one that is not
+        protected goes first. "reelect" elects the experts used most every `period` steps; only they come
+        in, and only others go; before the first election it is LRU. "pinned" is LRU, but the experts it is
+        made with stay.
     guard : bool
         A miss replaces an expert only if it was wanted more often: of no use to "static" and "reelect".
     half_life : int

@@ -144,13 +144,13 @@ class Pool:
     device : str
         "cpu", "cuda" or "cuda:N".
     policy : str or Policy
-        Which experts become resident: a :class:`Policy`, or the name of one with its defaults: "lru" evicts the
-        expert used longest ago, "static" holds the experts of `hot` and no others.
+        Which experts become resident: a :class:`Policy`, or the name of one with its defaults: "lru" evicts
+        the expert used longest ago, "static" holds the experts of `hot` and no others.
     miss : {"stream", "host"}
         Who computes a wanted expert that is not resident: the device, or the CPU.
     hot : sequence of int, optional
-        For "static" and "pinned": the experts that stay, hottest first, distinct, at most `slots`. For "static"
-        None takes the first `slots` experts.
+        For "static" and "pinned": the experts that stay, hottest first, distinct, at most `slots`. For
+        "static" None takes the first `slots` experts.
     prompt_tokens : int
         Steps of more tokens than this are prompts unless :meth:`resolve` is told otherwise: they use what is
         resident and leave the pool as it is.
@@ -160,15 +160,15 @@ class Pool:
         On CUDA, the most memory that the slots take; what does not fit gets no slot. None lets all pools of a
         device together take half of the memory that they and nobody else use.
     max_slots : int, optional
-        The most slots that :meth:`resize` can make, at least `slots`. On CUDA addresses are reserved for so many, and
-        memory is taken, and given back, for those there are. None keeps the memory of `slots`.
+        The most slots that :meth:`resize` can make, at least `slots`. On CUDA addresses are reserved for so
+        many, and memory is taken, and given back, for those there are. None keeps the memory of `slots`.
 
     Attributes
     ----------
     layer : Layer
     slots : int
-        How many there are: fewer than asked for if there are fewer experts, or memory is short. :meth:`resize`
-        changes it.
+        How many there are: fewer than asked for if there are fewer experts, or memory is short.
+        :meth:`resize` changes it.
     experts : int
     device, miss : str
     policy : Policy
@@ -362,9 +362,9 @@ class Pool:
             The CUDA stream on which `ids` is ready: an address or a stream object. None is the current stream
             of the library of `ids`. Ops of the route may run on any stream. Ignored on the CPU.
         admissions : sequence of (expert, slot), optional
-            Whom this step admits and where, instead of the policy: experts that it wants and that are missing, to
-            slots that no open route reads and that hold no expert it wants. So a policy in Python runs a pool, or a
-            trace is replayed. None leaves it to the policy, [] admits nobody.
+            Whom this step admits and where, instead of the policy: experts that it wants and that are
+            missing, to slots that no open route reads and that hold no expert it wants. So a policy in
+            Python runs a pool, or a trace is replayed. None leaves it to the policy, [] admits nobody.
 
         Returns
         -------
@@ -378,8 +378,8 @@ class Pool:
             in device memory, the place's rows are NaN instead, and the next call that uses the pool raises
             this.
         DtypeError, ArgumentError
-            `ids` is of another dtype, shape or device, `phase` is unknown, or `admissions` are not allowed: the step
-            bypasses, for example. The pool is as it was.
+            `ids` is of another dtype, shape or device, `phase` is unknown, or `admissions` are not allowed:
+            the step bypasses, for example. The pool is as it was.
         StateError
             The pool is closed, or the stream records a CUDA graph: resolving needs the host.
 
@@ -426,9 +426,9 @@ class Pool:
     def prefetch(self, experts: Sequence[int] | npt.NDArray[np.integer[Any]]) -> int:
         """Brings experts into slots ahead of the steps that want them, for callers that know.
 
-        It is no step: it counts no hit and no miss. The missing ones take, in the order given, the slots that the
-        policy would give up first; neither leased slots nor those of other experts named. `guard`, `admit` and
-        elections have no say.
+        It is no step: it counts no hit and no miss. The missing ones take, in the order given, the slots
+        that the policy would give up first; neither leased slots nor those of other experts named. `guard`,
+        `admit` and elections have no say.
 
         Parameters
         ----------
@@ -461,8 +461,9 @@ class Pool:
     def resize(self, slots: int) -> int:
         """Changes the number of slots while the pool is in use. Results do not change by it.
 
-        The experts worth most to the policy stay; a "static" pool keeps its first slots. CUDA graphs that hold steps of
-        the pool stay valid: the order of their replays and this call is the caller's business, as with other calls.
+        The experts worth most to the policy stay; a "static" pool keeps its first slots. CUDA graphs that
+        hold steps of the pool stay valid: the order of their replays and this call is the caller's
+        business, as with other calls.
 
         Parameters
         ----------
@@ -508,14 +509,15 @@ class Pool:
         Path(path).write_bytes(self._handle.save())
 
     def load_state(self, path: str | os.PathLike[str]) -> None:
-        """Goes on where a pool stopped: brings its residents in, and decides as it would have. :meth:`stats` count
-        nothing of it.
+        """Goes on where a pool stopped: brings its residents in, and decides as it would have.
+
+        :meth:`stats` count nothing of it.
 
         Parameters
         ----------
         path : str or path
-            What :meth:`save_state` wrote: of a pool for a layer of the same experts, types and sizes, with the same
-            policy and number of slots.
+            What :meth:`save_state` wrote: of a pool for a layer of the same experts, types and sizes, with
+            the same policy and number of slots.
 
         Raises
         ------
@@ -535,14 +537,16 @@ class Pool:
             raise type(error)(f"{path}: {error}") from None
 
     def trace(self, room_bytes: int | None = None) -> PoolTrace:
-        """Begins to record every step: ids, phase and admissions. A pool has one trace; a new one ends the last.
+        """Begins to record every step: ids, phase and admissions.
+
+        A pool has one trace; a new one ends the last.
 
         Parameters
         ----------
         room_bytes : int, optional
-            On CUDA, the ring in device memory that steps taken by the device go to until they are drained. A step of
-            one token with 8 experts takes at most 160 bytes. None is 64 MiB. If it runs full, :meth:`PoolTrace.drain`
-            raises.
+            On CUDA, the ring in device memory that steps taken by the device go to until they are drained.
+            A step of one token with 8 experts takes at most 160 bytes. None is 64 MiB. If it runs full,
+            :meth:`PoolTrace.drain` raises.
 
         Returns
         -------

@@ -28,8 +28,8 @@ class TracedSteps:
     decode : numpy.ndarray
         bool (rows,): whether it belongs to a decode step; else to a prompt.
     ids : numpy.ndarray
-        int32 (rows, k): the experts wanted. -1 for none, also where other rows have more places; -2 for an id out of
-        range in device memory.
+        int32 (rows, k): the experts wanted. -1 for none, also where other rows have more places; -2 for an
+        id out of range in device memory.
     admissions : numpy.ndarray
         int64 (n, 4): step, layer, expert and slot of who was admitted, in the order of the law.
     prefetched : numpy.ndarray
@@ -51,9 +51,9 @@ class TracedSteps:
 class PoolTrace:
     """Records the steps of a pool, prompts too, until it is closed. Made by :meth:`Pool.trace`.
 
-    A context manager that closes it. Recording neither waits nor changes what a step does. Steps that a GPU takes, in
-    replays of a CUDA graph too, go to a ring in its memory, and from there to the host when a step is taken by the host
-    or :meth:`drain` is called.
+    A context manager that closes it. Recording neither waits nor changes what a step does. Steps that a GPU
+    takes, in replays of a CUDA graph too, go to a ring in its memory, and from there to the host when a
+    step is taken by the host or :meth:`drain` is called.
     """
 
     def __init__(self, handle: handles.PoolHandle, layer: int, room_bytes: int) -> None:
@@ -70,7 +70,8 @@ class PoolTrace:
         Raises
         ------
         StateError
-            The pool is closed. Or the ring was full, and steps are missing: told once, the rest can be drained.
+            The pool is closed. Or the ring was full, and steps are missing: told once, the rest can be
+            drained.
         """
         taken = self._handle.take_trace()
         tokens, phase = taken["tokens"], taken["phase"]

@@ -72,10 +72,12 @@ def install(patch: pytest.MonkeyPatch) -> FakeCuda:
             return stats
 
     class RouteHandle(real["RouteHandle"]):  # type: ignore[misc, valid-type]
-        def __init__(self, pool: Any, ids: handles.Ids, phase: int, stream: int) -> None:
+        def __init__(
+            self, pool: Any, ids: handles.Ids, phase: int, stream: int, admissions: Any = None
+        ) -> None:
             if pool.on_cuda:
                 fake.log.append(("resolve", stream))
-            super().__init__(pool, ids._replace(device=handles.CPU), phase, stream)
+            super().__init__(pool, ids._replace(device=handles.CPU), phase, stream, admissions)
 
     def logged(name: str) -> Callable[..., None]:
         def op(*arguments: Any) -> None:

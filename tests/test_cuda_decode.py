@@ -450,14 +450,12 @@ def test_steps_that_need_the_host_are_refused_and_the_capture_goes_on(
         moepool.set_pinned_limit(None)
     on_host = moepool.Pool(layer, 4, device=DEVICE, miss="host")
     two_types = moepool.Pool(layer_of(mixed), 4, device=DEVICE)
-    leased, pool = (moepool.Pool(layer, 4, device=DEVICE) for _ in range(2))
-    leased_route = leased.resolve([[0, 1]])
+    pool = moepool.Pool(layer, 4, device=DEVICE)
     refused: list[tuple[str, moepool.Pool, cases.Ffn, int, int, dict[str, Any]]] = [
         ("ids in host memory", pool, SMALL, 2, 2, {}),
         ("17 tokens", pool, SMALL, 17, 2, {}),
         ("528 places", pool, SMALL, 16, 33, {}),
         ("a prompt", pool, SMALL, 2, 2, {"phase": "prompt"}),
-        ("an open route", leased, SMALL, 2, 2, {}),
         ("miss='host'", on_host, SMALL, 2, 2, {}),
         ("gate and up of two types", two_types, mixed, 2, 3, {}),
         ("pageable records", pageable, SMALL, 2, 2, {}),
@@ -493,7 +491,6 @@ def test_steps_that_need_the_host_are_refused_and_the_capture_goes_on(
         for (name, *_), expected, (of, given, y, options) in zip(refused, right, calls, strict=True):
             moepool.ExpertFFN(of)(*given, out=y, **options)
             assert_same(get(y), expected, f"{name}, afterwards")
-    leased_route.release()
     for of in {id(of): of for of, *_ in calls}.values():
         of.close()
 
@@ -703,7 +700,7 @@ def test_two_streams_on_one_pool(cupy: Any, layer: moepool.Layer, spin: Callable
 
 def test_the_device_the_host_and_the_device_again(cupy: Any, layer: moepool.Layer) -> None:
     """Routes are resolved where the device left off, and it goes on where the host left off. While a route is
-    open the host takes every step, and evicts nothing that the route uses."""
+    open nobody evicts what it uses."""
     trace = trace_of(cupy, SMALL, layer, [1, 2, 1, 1, 3, 1] * 40, "in turn")
     with few_slots(), moepool.Pool(layer, 4, device=DEVICE) as pool, moepool.Pool(layer, 4) as law:
         ffn, on_cpu = moepool.ExpertFFN(pool), moepool.ExpertFFN(law)
@@ -751,7 +748,7 @@ def test_a_pool_says_who_takes_a_step(cupy: Any, layer: moepool.Layer) -> None:
         assert "16 tokens" in pool.describe(17, 4)
         assert "prompt" in pool.describe(33, 4)
         with pool.resolve([[0]]):
-            assert "while a route is open" in pool.describe(1, 4)
+            assert pool.describe(1, 4).startswith("device: ")
     with moepool.Pool(layer, 3, device=DEVICE, miss="host") as pool:
         assert pool.describe(1, 4).startswith("host: misses")
 

@@ -1,5 +1,5 @@
-"""What else changes a pool's residents: admissions that the caller chooses, prefetch, other numbers of slots, states
-that are saved and loaded. And the trace, from which a run is replayed."""
+"""What else changes a pool's residents: admissions that the caller chooses, prefetch, other numbers of slots,
+states that are saved and loaded. And the trace, from which a run is replayed."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def check(on: On, pool: moepool.Pool, table: F32, ids: I32, what: object) -> Non
     assert_same(on(moepool.matmul_id, X[: len(ids)], ids, pool), pick(table[: len(ids)], ids), what)
 
 
-# -------------------------------------------------------------------------------------------- chosen admissions
+# ------------------------------------------------------------------------------------------ chosen admissions
 
 
 def test_the_caller_chooses_whom_a_step_admits(on: On, pool: moepool.Pool, table: F32) -> None:
@@ -109,7 +109,7 @@ def test_a_step_that_wants_too_much_admits_nobody(pool: moepool.Pool) -> None:
     assert step(pool, 0, 1, 2, 3, 4, admissions=[]).bypass
 
 
-# ----------------------------------------------------------------------------------------------------- prefetch
+# --------------------------------------------------------------------------------------------------- prefetch
 
 
 def test_prefetch_fills_slots_and_counts_nothing(on: On, pool: moepool.Pool, table: F32) -> None:
@@ -145,7 +145,7 @@ def test_prefetch_knows_whom_it_is_told(pool: moepool.Pool) -> None:
     assert residents(pool) == [-1] * 4 and pool.prefetch([]) == 0
 
 
-# ------------------------------------------------------------------------------------------------------- resize
+# ----------------------------------------------------------------------------------------------------- resize
 
 
 def test_fewer_slots_keep_the_experts_used_last(on: On, pool: moepool.Pool, table: F32) -> None:
@@ -197,7 +197,7 @@ def test_an_open_route_keeps_its_slots(on: On, pool: moepool.Pool, table: F32) -
 def test_random_changes_follow_the_specification(
     on: On, layer: moepool.Layer, table: F32, name: PolicyName
 ) -> None:
-    """Steps, prefetches and resizes in turn, routes open meanwhile: maps, and every byte of what is computed."""
+    """Steps, prefetches and resizes in turn, routes open meanwhile: maps, and every byte computed."""
     for seed in range(3):
         draw = cases.Stream("changes", name, seed)
         slots = 1 + int(draw.below(EXPERTS, 1)[0])
@@ -255,7 +255,7 @@ def test_twenty_thousand_resizes_in_a_running_replay(on: On, layer: moepool.Laye
             assert pool.stats().steps == count and pool.stats().hits > 1000
 
 
-# ------------------------------------------------------------------------------------------------------- states
+# ----------------------------------------------------------------------------------------------------- states
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -331,7 +331,7 @@ def test_states_of_other_pools_are_refused(on: On, layer: moepool.Layer, tmp_pat
         assert residents(pool) == before
 
 
-# -------------------------------------------------------------------------------------------------------- trace
+# ------------------------------------------------------------------------------------------------------ trace
 
 
 def test_a_trace_has_every_step(pool: moepool.Pool) -> None:

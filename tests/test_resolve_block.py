@@ -1,7 +1,7 @@
 """The step that a GPU takes by itself, on a machine without one.
 
-tests/native/resolve_block.cpp runs the device's code on the host, a thread block as fibers that change at every
-barrier in another order each time, beside the host's residency law.
+tests/native/resolve_block.cpp runs the device's code on the host, a thread block as fibers that change at
+every barrier in another order each time, beside the host's residency law.
 """
 
 from __future__ import annotations

@@ -36,10 +36,6 @@ __global__ void __launch_bounds__(kThreads) resolve_kernel(const Step step, cons
 
 }  // namespace
 
-int resolve_shared_bytes(int experts, int slots) {
-    return 24 * experts + 4 * (7 * experts + 2 * slots + kMostDecodePlaces);
-}
-
 void load_resolve_kernel() { allow_shared(resolve_kernel, most_shared_bytes() - kStaticShared); }
 
 void resolve(const Step &step, const ResolveArguments &a, cudaStream_t stream) {

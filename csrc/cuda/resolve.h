@@ -39,7 +39,9 @@ struct ResolveArguments {
 
 // Takes a step of more tokens than one: residency, counts, and the step's tables. A single token's is part of gate/up.
 void resolve(const Step &step, const ResolveArguments &arguments, cudaStream_t stream);
-int resolve_shared_bytes(int experts, int slots);
+inline int resolve_shared_bytes(int experts, int slots) {
+    return 24 * experts + 4 * (7 * experts + 2 * slots + kMostDecodePlaces);
+}
 // Loads the kernel.
 void load_resolve_kernel();
 

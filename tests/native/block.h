@@ -3,6 +3,7 @@
 // error. Stands in for what nvcc knows by itself and for cuda_runtime.h.
 #pragma once
 
+#include <setjmp.h>
 #include <ucontext.h>
 
 #include <algorithm>
@@ -32,61 +33,72 @@ typedef struct CUstream_st *cudaStream_t;
 
 namespace block {
 
+// Started once as a context; from then on a jump changes to it, which asks no system for anything.
 struct Fiber {
-    ucontext_t context;
-    std::unique_ptr<char[]> stack{new char[kStack]};
-    bool done = false;
     static constexpr size_t kStack = 64 << 10;
+    ucontext_t context;
+    jmp_buf at;
+    bool started = false, done = false;
+    std::unique_ptr<char[]> stack{new char[kStack]};
 };
 
 inline std::vector<Fiber> fibers;
-inline ucontext_t scheduler;
-inline size_t current = 0;
+inline ucontext_t origin;
+inline jmp_buf scheduler;
+inline size_t current = 0, threads = 0;
 inline dim3 shape;
 inline std::vector<int> lines;   // by thread: of the barrier it waits at
 inline std::vector<int> values;  // by thread: what it brought there
 inline std::function<void()> program;
 inline std::mt19937 random(1);
 
+inline void leave() {
+    if (_setjmp(fibers[current].at) == 0) _longjmp(scheduler, 1);
+}
+inline void enter(size_t fiber) {
+    current = fiber;
+    if (_setjmp(scheduler) != 0) return;
+    if (fibers[fiber].started) _longjmp(fibers[fiber].at, 1);
+    fibers[fiber].started = true;
+    setcontext(&fibers[fiber].context);
+}
 inline void wait(int line) {
     lines[current] = line;
-    const size_t me = current;
-    swapcontext(&fibers[me].context, &scheduler);
+    leave();
 }
-inline void begin() {
-    program();
-    fibers[current].done = true;
-    lines[current] = -1;
-    while (true) swapcontext(&fibers[current].context, &scheduler);
+inline void live() {
+    while (true) {
+        program();
+        fibers[current].done = true;
+        wait(-1);
+    }
 }
 
 // Runs a block of x by y threads.
 inline void run(unsigned x, unsigned y, std::function<void()> body) {
     shape = dim3(x, y);
+    threads = size_t{x} * y;
     program = std::move(body);
-    const size_t count = size_t{x} * y;
-    if (fibers.size() < count) fibers = std::vector<Fiber>(count);
-    lines.assign(count, 0);
-    values.assign(count, 0);
-    for (size_t i = 0; i < count; ++i) {
-        Fiber &fiber = fibers[i];
-        fiber.done = false;
-        getcontext(&fiber.context);
-        fiber.context.uc_stack.ss_sp = fiber.stack.get();
-        fiber.context.uc_stack.ss_size = Fiber::kStack;
-        fiber.context.uc_link = nullptr;
-        makecontext(&fiber.context, begin, 0);
+    if (fibers.empty()) {
+        fibers = std::vector<Fiber>(1024);
+        for (Fiber &fiber : fibers) {
+            getcontext(&fiber.context);
+            fiber.context.uc_stack.ss_sp = fiber.stack.get();
+            fiber.context.uc_stack.ss_size = Fiber::kStack;
+            fiber.context.uc_link = &origin;
+            makecontext(&fiber.context, live, 0);
+        }
     }
-    std::vector<size_t> order(count);
+    lines.assign(threads, 0);
+    values.assign(threads, 0);
+    std::vector<size_t> order(threads);
     std::iota(order.begin(), order.end(), size_t{0});
+    for (const size_t i : order) fibers[i].done = false;
     while (!fibers[0].done) {
         std::shuffle(order.begin(), order.end(), random);
-        for (const size_t i : order) {
-            current = i;
-            swapcontext(&scheduler, &fibers[i].context);
-        }
-        if (std::any_of(lines.begin(), lines.begin() + static_cast<long>(count), [](int l) { return l != lines[0]; })) {
-            std::fprintf(stderr, "threads wait at different barriers, lines %d and another\n", lines[0]);
+        for (const size_t i : order) enter(i);
+        if (std::any_of(lines.begin(), lines.end(), [](int line) { return line != lines[0]; })) {
+            std::fprintf(stderr, "threads wait at different barriers, one in line %d\n", lines[0]);
             std::abort();
         }
     }

@@ -52,7 +52,7 @@ struct Device {
           uses(experts),
           arena(room * kRecord),
           store(experts * kRecord),
-          shared(static_cast<size_t>(24 * experts + 4 * (7 * experts + 2 * room + kMostDecodePlaces)) + 16),
+          shared(static_cast<size_t>(resolve_shared_bytes(experts, room)) + 16),
           tiles(kMostDecodePlaces),
           commits(kMostDecodePlaces),
           ring(kTraceWords) {

@@ -1,7 +1,7 @@
 """The residency law and its policies, as plainly as they can be said.
 
-Counts are halved when it is time, elections look at everybody, victims are sorted. Written from docs/design.md,
-not from the core.
+Counts are halved when it is time, elections look at everybody, victims are sorted. Written from
+docs/design.md, not from the core.
 """
 
 from __future__ import annotations
@@ -100,14 +100,15 @@ class Residency:
         return came
 
     def resize(self, slots: int, leased: Container[int] = ()) -> None:
-        """More slots are empty; of fewer the ones that would be the last to go stay, and move if they must."""
+        """More slots are empty; of fewer those that would be the last to go stay, and move if they must."""
         if slots >= self.slots:
             self.expert_in += [EMPTY] * (slots - self.slots)
             return
         order = [s for s in range(self.pinned, self.slots) if s not in leased and self.expert_in[s] != EMPTY]
-        order.sort(
-            key=lambda s: (-s,) if self.policy.name == "static" else (*self._worth(self.expert_in[s]), s)
-        )
+        if self.policy.name == "static":
+            order.reverse()
+        else:
+            order.sort(key=lambda s: (self._worth(self.expert_in[s]), s))
         for slot in order[: max(0, self.slots - self.expert_in.count(EMPTY) - slots)]:
             self._put(EMPTY, slot)
         for slot in range(slots, self.slots):
