@@ -19,7 +19,7 @@ import moepool
 from moepool.cli_plan import plan_command
 from moepool.cli_simulate import simulate_command
 from moepool.cli_trace import trace_group
-from moepool.errors import ArgumentError, MoePoolError, MoePoolWarning
+from moepool.errors import ArgumentError, MoePoolError, MoePoolWarning, UnsupportedError
 from moepool.options import (
     FILE,
     MODEL,
@@ -428,8 +428,11 @@ def doctor_command(measure: bool, json_path: str | None) -> None:
 
 def _measured() -> Rates:
     """Measures the first GPU that can be used, or the CPU alone, and keeps the rates."""
-    device = "cuda:0" if "cuda:0" in available_devices() else "cpu"
-    rates = measure_rates(device)
+    try:
+        rates = measure_rates("cuda:0" if "cuda:0" in available_devices() else "cpu")
+    except UnsupportedError as error:  # CuPy is missing
+        click.echo(f"only the CPU is measured: {error}", err=True)
+        rates = measure_rates("cpu")
     rates.save(rates_path())
     return rates
 

@@ -368,13 +368,8 @@ def give_out(
             pieces.append(((after - before) / (high - low), layer, high - low))
     slots = [0] * len(gains)
     left = budget_bytes
-    full: set[int] = set()
     for _, layer, size in sorted(pieces, key=lambda piece: (-piece[0], piece[1])):
-        if layer in full:  # a later piece is worth less, and is not taken before the one in front of it
-            continue
         taken = min(size, left // record_bytes[layer])
-        if taken < size:
-            full.add(layer)
         slots[layer] += taken
         left -= taken * record_bytes[layer]
     return tuple(slots)

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
-from tqdm import tqdm
 
 from moepool import _sim
 from moepool.checks import count, integer
@@ -419,6 +418,8 @@ def simulate(
     >>> [(run.policy, run.slots[0], run.hits) for run in found.runs]
     [('lru', 2, 1), ('lru', 3, 3), ('belady', 2, 5), ('belady', 3, 6)]
     """
+    from tqdm import tqdm
+
     layers = tuple(np.unique(trace.layer).tolist())
     if not layers:
         raise ArgumentError("the trace has no rows: there is nothing to simulate")

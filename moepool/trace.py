@@ -17,7 +17,6 @@ import numpy.typing as npt
 
 from moepool import tracefile
 from moepool.errors import ArgumentError, DtypeError, FormatError, IdError, MoePoolError, warn
-from moepool.gguf import GGUFFile, expert_layers
 from moepool.pool import Pool
 from moepool.pooltrace import PoolTrace, TracedSteps
 from moepool.tracefile import Form, Rows, TraceModel
@@ -53,6 +52,8 @@ def trace_model(path: str | os.PathLike[str]) -> TraceModel:
     >>> model.experts, model.k, model.layers, len(model.fingerprint)
     (32, 4, 4, 16)
     """
+    from moepool.gguf import GGUFFile, expert_layers  # not before it is wanted: it takes a while
+
     with GGUFFile(path) as file:
         architecture = str(file.fields.get("general.architecture"))
         layers = expert_layers(file, any_type=True)

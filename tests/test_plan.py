@@ -358,10 +358,20 @@ def test_pinned_experts_keep_their_slots(records: list[int]) -> None:
         mark.check()
         assert [pool.slots for pool in pools] == [len(layer.hot) for layer in plan.layers]
         grown = Watermark(plan, pools, "cuda:0", 0, lambda _: Memory(1 << 40, 1 << 39, "a fake"))
-        with pools[0].resolve([[1, 2, 3, 4]]):
-            mark.check()  # a lease: left for the next look
         grown.check()
         assert [pool.slots for pool in pools] == [layer.slots for layer in plan.layers]
+
+
+def test_what_an_open_route_reads_is_left_for_the_next_look(records: list[int]) -> None:
+    plan = make_plan(skewed_trace(), 60 * RECORD, records, policy="lru")
+    with moepool.ExpertStore.from_gguf(bundled_model(), progress=False) as store:
+        pools = [plan.pool(layer) for layer in store]
+        mark = Watermark(plan, pools, "cuda:0", 1 << 30, lambda _: Memory(1 << 40, 0, "a fake"))
+        with pools[0].resolve([[1, 2, 3, 4]]):
+            mark.check()
+            assert [pool.slots for pool in pools] == [plan.layers[0].slots, 0, 0, 0]
+        mark.check()
+        assert [pool.slots for pool in pools] == [0, 0, 0, 0]
 
 
 def test_a_thread_watches() -> None:

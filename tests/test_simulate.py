@@ -279,6 +279,12 @@ def test_threads_change_nothing() -> None:
     assert [run.as_dict() for run in one.runs] == [run.as_dict() for run in many.runs]
 
 
+def test_more_slots_than_experts_are_as_many() -> None:
+    many, all_of_them = simulate(local_trace(50), [1000, 24], ["lfu"]).runs
+    assert many.slots == all_of_them.slots == (24, 24)
+    assert many.as_dict() == all_of_them.as_dict()
+
+
 def test_reuse_distances_are_the_hits_of_lru() -> None:
     """Of one token at a time: with S slots LRU hits what comes again within less than S others."""
     trace = local_trace(model=TraceModel(EXPERTS, 1, 1), most=1).phase("decode")
