@@ -121,7 +121,7 @@ def perplexity(
 
 
 def _scored_logits(
-    model: Model, cache: KVCache, window: NDArray[np.int64], batch: int, trace: Recorder | None
+    model: Model, cache: KVCache, window: NDArray[np.int64], batch: int, trace: Recorder | None = None
 ) -> NDArray[np.float32]:
     """Logits at positions context / 2 to context - 2 of a window; (context / 2 - 1, vocab)."""
     begin, end = len(window) // 2, len(window) - 1
