@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, TypeVar
@@ -44,14 +44,15 @@ def shape_of(ctx: click.Context, param: click.Parameter, value: str) -> Shape:
     return Shape(*sizes)
 
 
-def types_option(default: str) -> Callable[[_F], _F]:
+def types_option(default: str, choice: Sequence[str] = TYPES) -> Callable[[_F], _F]:
+    convert = list_of(click.Choice(choice))
     return click.option(
         "--types",
-        callback=list_of(click.Choice(TYPES)),
+        callback=lambda ctx, param, value: convert(ctx, param, ",".join(choice) if value == "all" else value),
         default=default,
         show_default=True,
         metavar="TYPE,...",
-        help="Weight types.",
+        help="Weight types, or all.",
     )
 
 
@@ -102,6 +103,7 @@ json_option = click.option(
     help="Also write everything to this file.",
 )
 
+USABLE = [name for name, usable in moepool.cpu_kernels().items() if usable]
 BENCH_TYPES = ",".join(cases.BENCH_TYPES)
 
 
@@ -170,18 +172,32 @@ def stream(types: list[str], tokens: list[int], seconds: float, path: Path | Non
 
 
 @main.command()
-@types_option("q4_k,q6_k,q8_0")
+@types_option("q4_k,q6_k,q8_0", tuple(cases.LAYOUTS))
 @tokens_option("1,8,64", None)
+@click.option(
+    "--kernels",
+    callback=list_of(click.Choice(USABLE)),
+    default=USABLE[-1],
+    show_default=True,
+    metavar="SET,...",
+    help="CPU kernel sets, by turns.",
+)
 @layers_option
 @shape_option
 @seconds_option(2.0)
 @json_option
 def cpu(
-    types: list[str], tokens: list[int], layers: int, shape: Shape, seconds: float, path: Path | None
+    types: list[str],
+    tokens: list[int],
+    kernels: list[str],
+    layers: int,
+    shape: Shape,
+    seconds: float,
+    path: Path | None,
 ) -> None:
     """Whole layers on the CPU, on all threads."""
     report = Report("cpu", cpu_layers.COLUMNS, machine())
-    cpu_layers.cpu(report, types, tokens, layers, shape, seconds)
+    cpu_layers.cpu(report, types, tokens, kernels, layers, shape, seconds)
     report.write(path)
 
 
@@ -198,9 +214,16 @@ def cpu(
     type=click.Path(exists=True, file_okay=False, path_type=Path),
     help="Folder of libggml.so.  [default: that of the package llama-cpp-python]",
 )
+@click.option(
+    "--patience",
+    type=click.FloatRange(min=0),
+    default=10.0,
+    show_default=True,
+    help="How much longer to repeat each while others disturb the machine, in seconds.",
+)
 @layers_option_of(4)
 @shape_option
-@seconds_option(4.0)
+@seconds_option(2.0)
 @json_option
 def peer(
     types: list[str],
@@ -210,6 +233,7 @@ def peer(
     layers: int,
     shape: Shape,
     seconds: float,
+    patience: float,
     path: Path | None,
 ) -> None:
     """Whole layers on the CPU and the same in ggml, by turns."""
@@ -218,7 +242,7 @@ def peer(
         moepool.set_threads(threads)
         try:
             report = Report("peer", peer_layers.COLUMNS, machine())
-            peer_layers.peer(report, ggml, types, tokens, layers, shape, seconds)
+            peer_layers.peer(report, ggml, types, tokens, layers, shape, seconds, patience)
             report.write(path)
         finally:
             moepool.set_threads(before)

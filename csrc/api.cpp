@@ -174,8 +174,13 @@ moepool_status moepool_cpu_kernel_at(int32_t index, const char **name, int32_t *
         given(name, "name");
         given(usable, "usable");
         *name = moepool::kernel_set(index).name;
-        *usable = moepool::kernel_set(index).usable();
+        *usable = !moepool::kernel_set(index).lacks();
     });
+}
+
+const char *moepool_cpu_kernel_lacks(int32_t index) {
+    if (index < 0 || index >= moepool::kernel_set_count()) return nullptr;
+    return moepool::kernel_set(index).lacks();
 }
 
 moepool_status moepool_cpu_select(const char *name) {
@@ -185,8 +190,14 @@ moepool_status moepool_cpu_select(const char *name) {
 const char *moepool_cpu_selected(void) { return moepool::kernels().name; }
 
 moepool_status moepool_set_threads(int32_t threads) {
-    return guarded([&] { moepool::set_threads(threads); });
+    return guarded([&] { moepool::set_threads(threads, nullptr, 0); });
 }
+
+moepool_status moepool_set_threads_on(int32_t threads, const int32_t *cpus, int32_t count) {
+    return guarded([&] { moepool::set_threads(threads, cpus, count); });
+}
+
+void moepool_set_interrupt(moepool_interrupt check, void *data) { moepool::set_interrupt(check, data); }
 
 int32_t moepool_get_threads(void) {
     int32_t threads = 1;  // of a process that may not start any

@@ -54,7 +54,8 @@ typedef enum moepool_status {
     MOEPOOL_ERROR_IO = 5,            /* data of a file is inconsistent (a weight scale that is not finite, ...) */
     MOEPOOL_ERROR_UNSUPPORTED = 6,   /* legal, but not in this build or on this machine */
     MOEPOOL_ERROR_STATE = 7,         /* the handle is not in a state that allows the call */
-    MOEPOOL_ERROR_INTERNAL = 8       /* a fault of moepool itself: please report it */
+    MOEPOOL_ERROR_INTERNAL = 8,      /* a fault of moepool itself: please report it */
+    MOEPOOL_ERROR_INTERRUPTED = 9    /* the caller wanted the call to end (moepool_set_interrupt) */
 } moepool_status;
 
 enum { MOEPOOL_ABI_VERSION = 2 };
@@ -91,16 +92,30 @@ MOEPOOL_API moepool_status moepool_type_at(int32_t index, moepool_type_info *inf
 MOEPOOL_API int32_t moepool_cpu_kernel_count(void);
 /* Name of the index-th set and whether this machine can run it. Static storage. */
 MOEPOOL_API moepool_status moepool_cpu_kernel_at(int32_t index, const char **name, int32_t *usable);
+/* Why this machine can not run the index-th set; NULL if it can, or if there is none. Static storage. */
+MOEPOOL_API const char *moepool_cpu_kernel_lacks(int32_t index);
 /* Picks a set by name for all later calls of the process; NULL picks the best usable one, which is the default. */
 MOEPOOL_API moepool_status moepool_cpu_select(const char *name);
 /* Name of the set in use. Static storage. */
 MOEPOOL_API const char *moepool_cpu_selected(void);
 
-/* Threads that later calls use, the caller included. 0 restores the default: the CPUs this process may use, by
- * affinity and cgroup limit. Calls under way finish on the threads they
- * began with. */
+/* Threads that later calls use, the caller included. 0 restores the default: MOEPOOL_THREADS and MOEPOOL_AFFINITY of
+ * the environment, else the CPUs this process may use, by affinity and cgroup limit. Calls under way finish on the
+ * threads they began with. */
 MOEPOOL_API moepool_status moepool_set_threads(int32_t threads);
+/* The same, and thread i keeps to CPU cpus[i % count]. The caller is thread 0 and is left where it is. threads = 0: as
+ * many as there are CPUs in the list. count = 0: the system places threads. The CPUs must be among those that the
+ * process might use when the library was loaded. */
+MOEPOOL_API moepool_status moepool_set_threads_on(int32_t threads, const int32_t *cpus, int32_t count);
 MOEPOOL_API int32_t moepool_get_threads(void);
+
+/* Lets the calling thread's long calls on the CPU be ended: check(data) is called by them, on this thread, some twenty
+ * times a second. If it does not return 0 the call ends soon, with MOEPOOL_ERROR_INTERRUPTED: what it was to write is
+ * unspecified, and pools, routes and stores are as after a call that succeeded; records that were being packed can be
+ * packed again. It holds no lock of moepool meanwhile. NULL takes it back. Filling slots is not ended, nor what a CUDA
+ * pool does. */
+typedef int32_t (*moepool_interrupt)(void *data);
+MOEPOOL_API void moepool_set_interrupt(moepool_interrupt check, void *data);
 
 /* -------------------------------------------------------------------------------------------------------------- CUDA */
 

@@ -29,6 +29,7 @@ from moepool._native import handles
 from moepool.cpu import (
     KernelChoice,
     QuantType,
+    cpu_kernel_problems,
     cpu_kernels,
     get_threads,
     quant_types,
@@ -102,6 +103,7 @@ __all__ = [
     "add",
     "build_info",
     "combine",
+    "cpu_kernel_problems",
     "cpu_kernels",
     "get_include",
     "get_pinned_limit",

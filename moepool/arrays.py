@@ -133,6 +133,9 @@ class ArrayView(NamedTuple):
     @property
     def packed(self) -> bool:
         """Whether the elements follow one another in order, aligned."""
+        if isinstance(self.owner, np.ndarray):  # which knows
+            flags = self.owner.flags
+            return flags.c_contiguous and flags.aligned
         step = _ITEMSIZE[self.dtype]
         if self.size == 0:
             return True

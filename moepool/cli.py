@@ -384,6 +384,7 @@ def doctor_command(measure: bool, json_path: str | None) -> None:
             "cuda": {card.name: asdict(card) for card in cards},
             "pinned_limit": moepool.get_pinned_limit(),
             "cpu_kernels": kernels,
+            "cpu_kernel_problems": moepool.cpu_kernel_problems(),
             "threads": moepool.get_threads(),
             "build": build,
             "rates": None if rates is None else asdict(rates),
@@ -406,10 +407,8 @@ def doctor_command(measure: bool, json_path: str | None) -> None:
     if len(devices) == 1:
         click.echo(f"no GPU, everything runs on the CPU{why_none}")
     click.echo()
-    click.echo(
-        "CPU kernels: "
-        + ", ".join(f"{n} ({'usable' if ok else 'not on this CPU'})" for n, ok in kernels.items())
-    )
+    problems = moepool.cpu_kernel_problems()
+    click.echo("CPU kernels: " + ", ".join(f"{n} ({problems.get(n, 'usable')})" for n in kernels))
     limit = moepool.get_pinned_limit()
     click.echo("Page-locked: " + ("no limit" if limit is None else f"at most {limit:,} bytes"))
     click.echo("Types:       " + ", ".join(moepool.quant_types()))

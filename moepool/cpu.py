@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -12,6 +13,7 @@ from moepool.errors import ArgumentError
 __all__ = [
     "KernelChoice",
     "QuantType",
+    "cpu_kernel_problems",
     "cpu_kernels",
     "get_threads",
     "quant_types",
@@ -64,33 +66,47 @@ def quant_types() -> dict[str, QuantType]:
     return {fields[1]: QuantType(*fields) for fields in handles.types()}
 
 
-def set_threads(threads: int | None) -> None:
+def set_threads(threads: int | None, *, affinity: Iterable[int] | None = None) -> None:
     """Sets how many threads the CPU kernels and the packing use, the caller's included, for the whole
-    process.
+    process, and the CPUs they keep to.
 
-    Waits for calls that are under way in other threads. Results do not depend on the number.
+    Calls that are under way in other threads end with the threads they began with. Results depend on neither.
 
     Parameters
     ----------
     threads : int or None
-        At least 1. None restores the default: the CPUs this process may use, by affinity and cgroup limit.
+        At least 1. None: as many as `affinity` has CPUs; without it the default is restored, which is
+        ``MOEPOOL_THREADS`` and ``MOEPOOL_AFFINITY`` of the environment, or else the CPUs this process may
+        use, by affinity and cgroup limit, without a place of their own.
+    affinity : iterable of int, optional
+        Numbers of CPUs, as in ``os.sched_getaffinity(0)``. Thread i keeps to the i-th, round and round if
+        there are more threads. The first one is the caller's share: the caller itself is left where it is.
+        By default the system places the threads, which serves best on a machine that others use as well.
 
     Raises
     ------
     ArgumentError
-        `threads` is no integer, less than 1, or more than the core can keep.
+        `threads` is no integer, less than 1, or more than the core can keep; `affinity` is empty, or names a
+        CPU that this process might not use when moepool was imported. The setting is as it was.
 
     Examples
     --------
     >>> moepool.set_threads(2)
     >>> moepool.get_threads()
     2
+    >>> import os
+    >>> moepool.set_threads(None, affinity=os.sched_getaffinity(0))
     >>> moepool.set_threads(None)
     """
     number = None if threads is None else checks.integer("threads", threads)
     if number is not None and not 1 <= number < 2**31:
         raise ArgumentError(f"threads is {threads}; it must be at least 1, or None for the default")
-    handles.set_threads(number or 0)
+    cpus = [checks.integer("affinity", cpu) for cpu in affinity or ()]
+    if affinity is not None and not cpus:
+        raise ArgumentError("affinity is empty; name at least one CPU, or give None to let the system choose")
+    if bad := [cpu for cpu in cpus if not 0 <= cpu < 2**31]:
+        raise ArgumentError(f"affinity names CPU {bad[0]}; there is none of that number")
+    handles.set_threads(number or 0, cpus)
 
 
 def get_threads() -> int:
@@ -107,7 +123,8 @@ def cpu_kernels() -> dict[str, bool]:
     """The CPU kernel sets of this build, by name, in rising order of preference, and whether this machine can
     run each.
 
-    All of them compute the same bits; see :func:`use_cpu_kernel`.
+    All of them compute the same bits; see :func:`use_cpu_kernel`. "amx-emulated" is there for tests: "amx"
+    with its instructions written out in C++.
 
     Returns
     -------
@@ -119,6 +136,22 @@ def cpu_kernels() -> dict[str, bool]:
     True
     """
     return handles.cpu_kernels()
+
+
+def cpu_kernel_problems() -> dict[str, str]:
+    """Why this machine can not run the kernel sets that :func:`cpu_kernels` gives False for.
+
+    Returns
+    -------
+    dict of str to str
+        The reason by name. The system may refuse what the processor has, AMX for example.
+
+    Examples
+    --------
+    >>> "portable" in moepool.cpu_kernel_problems()
+    False
+    """
+    return handles.cpu_kernel_lacks()
 
 
 class KernelChoice:

@@ -52,6 +52,8 @@ class ExpertFFN:
         if names != ["gate", "up", "down"]:
             raise ArgumentError(f"an FFN needs gate, up and down; the pool has {', '.join(names)}")
         self.pool = pool
+        matrices = pool.layer.matrices
+        self._columns, self._rows = matrices["gate"].columns, matrices["down"].rows
 
     def __call__(
         self,
@@ -174,9 +176,9 @@ class ExpertFFN:
         call = arrays.Call(self.pool._device, stream, like=x)
         step = step_of(ids, self.pool, call, phase, by_device=by_device)
         tokens, k = step.tokens, step.k
-        taken = call.rows(x, "x", [(tokens, self.pool.gate.columns)], "(tokens, columns)")
+        taken = call.rows(x, "x", [(tokens, self._columns)], "(tokens, columns)")
         weighted = call.rows(weights, "weights", [(tokens, k)], "(tokens, k)")
-        target, y = call.output(out, (tokens, self.pool.down.rows), [taken, weighted])
+        target, y = call.output(out, (tokens, self._rows), [taken, weighted])
         return call, step, taken, weighted, target, y
 
     def __repr__(self) -> str:

@@ -106,7 +106,6 @@ def placement_options(command: _F) -> _F:
                 "--threads",
                 type=click.IntRange(1),
                 help="CPU threads of the experts [default: all].",
-                **_environment("THREADS"),
             ),
         )
     ):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import time
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import moepool
 from bench import cpu, measure, peer, workload
 from bench.run import main
 from tests.programs import run as run_program
+from tests.support import usable_kernels
 
 RUN = Path(__file__).parents[1] / "bench" / "run.py"
 SMALL = ["--shape", "256,256,8,2", "--layers", "2", "--seconds", "0"]
@@ -38,7 +41,8 @@ def test_it_starts_as_a_program_from_anywhere(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["cpu", "--types", "q4_k,q9"], "'q9' is not one of"),
-        (["cpu", "--types", "f32"], "'f32' is not one of"),
+        (["decode", "--types", "f32"], "'f32' is not one of"),
+        (["cpu", "--kernels", "sse"], "'sse' is not one of"),
         (["cpu", "--tokens", "1,0"], "0 is not in the range"),
         (["cpu", "--tokens", "one"], "'one' is not a valid integer"),
         (["peer", "--threads", "0"], "0 is not in the range"),
@@ -72,6 +76,13 @@ def test_a_small_measurement_on_the_cpu(tmp_path: Path, monkeypatch: pytest.Monk
         assert row["rate"] == pytest.approx(row["megabytes"] / row["us"] * 1e3)
 
 
+def test_kernel_sets_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cpu, "READ_BYTES", 1 << 20)
+    kernels = ["portable", usable_kernels()[-1]]
+    printed = run("cpu", "--types", "f16", "--tokens", "2", "--kernels", ",".join(kernels), *SMALL).stdout
+    assert [line.split()[:3] for line in printed.splitlines()[-2:]] == [["f16", "2", k] for k in kernels]
+
+
 def test_a_wrong_result_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cpu, "READ_BYTES", 1 << 20)
     real = workload.portable
@@ -100,16 +111,18 @@ def test_a_small_measurement_beside_ggml(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(peer, "BLOCK_SECONDS", 0.001)
     path = tmp_path / "report.json"
     before = moepool.get_threads()
-    small = ["--shape", f"256,256,8,{k}", "--layers", "2", "--seconds", "0", "--threads", str(before + 1)]
+    threads = 2 if before == 1 else 1
+    small = ["--shape", f"256,256,8,{k}", "--layers", "2", "--seconds", "0", "--patience", "0"]
+    small += ["--threads", str(threads)]
     run("peer", "--types", "q4_k,q8_0", "--tokens", "1,9", *small, "--json", path)
     assert moepool.get_threads() == before
     report = json.loads(path.read_text())
-    assert report["machine"]["threads"] == before + 1 and report["ggml"]["version"]
+    assert report["machine"]["threads"] == threads and report["ggml"]["version"]
     assert [(row["type"], row["tokens"]) for row in report["rows"]] == [
         (qtype, tokens) for qtype in ("q4_k", "q8_0") for tokens in (1, 9)
     ]
     for row in report["rows"]:
-        assert row["rounds"] == peer.LEAST_ROUNDS and row["plain_us"] > 0 and row["us"] > 0
+        assert row["rounds"] >= peer.LEAST_ROUNDS and row["plain_us"] > 0 and row["us"] > 0
         assert 0 < row["differs"] < peer.TOLERANCE
 
 
@@ -123,8 +136,30 @@ def test_another_result_than_ggmls_is_not_timed() -> None:
             peer.difference(wrong, right, "ggml, weights in CPU")
 
 
+class Clocks:
+    """Two threads that compute for as long as a step takes, of which they have a share of the CPUs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = self.cpu = self.idle = 0.0
+        self.others = 0
+        monkeypatch.setattr(moepool, "get_threads", lambda: 2)
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+        monkeypatch.setattr(time, "process_time", lambda: self.cpu)
+        monkeypatch.setattr(time, "sleep", self.sleep)
+        monkeypatch.setattr(os, "cpu_count", lambda: 2)
+        monkeypatch.setattr(peer, "idle_seconds", lambda: self.idle)
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+        self.idle += (2 - self.others) * seconds
+
+    def compute(self, seconds: float, share: float = 1) -> None:
+        self.now += seconds
+        self.cpu += 2 * seconds * share
+
+
 def test_everybody_takes_the_same_steps_by_turns(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(peer, "REST_SECONDS", 0)
+    clocks = Clocks(monkeypatch)
     trace = workload.random_trace(6, 2, 1, 2, 8)
     number = {ids.tobytes(): i for i, ids in enumerate(trace)}
     taken: list[tuple[str, int]] = []
@@ -132,18 +167,81 @@ def test_everybody_takes_the_same_steps_by_turns(monkeypatch: pytest.MonkeyPatch
     def side(name: str, us: float) -> peer.OneStep:
         def step(ids: workload.I32) -> float:
             taken.append((name, number[ids.tobytes()]))
+            clocks.compute(us / 1e6)
             return us
 
         return step
 
     block = peer.BLOCK_SECONDS * 1e6
-    rounds = peer.by_turns({"moepool": side("moepool", block / 3), "slow": side("slow", 2 * block)}, trace, 0)
-    assert rounds == {"moepool": [[block / 3] * 3] * 5, "slow": [[2 * block]] * 5}
-    turns = [("moepool", 5), ("moepool", 0), ("moepool", 1), ("moepool", 2), ("slow", 5), ("slow", 0)]
-    assert (
-        taken[4:10] == turns
-    )  # the first step of a block does not count, nor do the four that chose the blocks
-    assert taken[10:12] == [("moepool", 0), ("moepool", 1)]
+    quick, slow = block / 3, 2 * block
+    rounds = peer.by_turns({"quick": side("quick", quick), "slow": side("slow", slow)}, trace, 0, 0)
+    assert [r.had for r in rounds] == [pytest.approx(1)] * 5
+    assert rounds[0].blocks == {"quick": [quick], "slow": [slow]}
+    assert [r.blocks for r in rounds[1:]] == [{"quick": [quick] * 3, "slow": [slow]}] * 4
+    assert taken[:4] == [
+        ("quick", 5),
+        ("quick", 0),
+        ("slow", 5),
+        ("slow", 0),
+    ]  # the first step does not count
+    assert taken[4:8] == [("quick", 0), ("quick", 1), ("quick", 2), ("quick", 3)]
+    assert taken[8:10] == [("slow", 0), ("slow", 1)]
+
+
+@pytest.mark.parametrize(
+    ("shares", "patience", "count"),
+    [
+        ([1, 0.8, 0.98, 0.5, 1, 1, 1], 100, 5),  # the disturbed ones do not count
+        ([0.8] * 50, 100, 40),  # they never end: all do
+        ([0.8] * 5, 0, 5),
+    ],
+)
+def test_disturbed_rounds_are_waited_out(
+    monkeypatch: pytest.MonkeyPatch, shares: list[float], patience: float, count: int
+) -> None:
+    clocks = Clocks(monkeypatch)
+    left = iter(np.repeat(shares, 2).tolist())  # a step that does not count, and one that does
+
+    def step(ids: workload.I32) -> float:
+        clocks.compute(1, next(left))
+        return 1e6
+
+    rounds = peer.by_turns({"one": step}, workload.random_trace(6, 2, 1, 2, 8), 0, patience)
+    assert len(rounds) == count
+    assert {r.had > peer.UNDISTURBED for r in rounds} == {len(shares) == 7}
+
+
+def test_one_thread_is_timed_by_its_cpu_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks(monkeypatch)
+    assert peer.microseconds(lambda: clocks.compute(1e-6, 0.25)) == pytest.approx(1)
+    monkeypatch.setattr(moepool, "get_threads", lambda: 1)
+    clocks.others = 2  # nobody waits for them
+
+    def step(ids: workload.I32) -> float:
+        return peer.microseconds(lambda: clocks.compute(1e-6, 0.25))
+
+    rounds = peer.by_turns({"one": step}, workload.random_trace(6, 2, 1, 2, 8), 0, 100)
+    assert len(rounds) == peer.LEAST_ROUNDS and clocks.now < 1
+    assert rounds[0].blocks == {"one": [pytest.approx(0.5)]}
+
+
+def test_an_idle_machine_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clocks = Clocks(monkeypatch)
+    peer.wait_for_idle(100)
+    assert clocks.now == 0.5
+    clocks.others = 1
+    peer.wait_for_idle(100)
+    assert clocks.now == 100.5
+    peer.wait_for_idle(0)
+    assert clocks.now == 100.5
+
+
+def test_reading_memory_is_measured_until_nobody_disturbs(monkeypatch: pytest.MonkeyPatch) -> None:
+    rates = iter([7.0, 9.0, 8.0, 9.1, 10.0])
+    monkeypatch.setattr(peer, "read_rate", lambda threads, size: next(rates))
+    assert peer.steady_read_rate(2, 1, 100) == 9.1
+    assert peer.steady_read_rate(2, 1, 0) == 10
+    assert 0.1 < peer.steady_read_rate(1, 1 << 24, 0) < 1000  # by CPU time, which read_rate does not tell
 
 
 def test_medians_and_spreads() -> None:

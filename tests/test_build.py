@@ -57,6 +57,7 @@ def test_statuses_have_the_error_of_their_kind() -> None:
         "UNSUPPORTED": errors.UnsupportedError,
         "STATE": errors.StateError,
         "INTERNAL": errors.MoePoolError,
+        "INTERRUPTED": errors.MoePoolError,
     }
     assert {f"MOEPOOL_ERROR_{name}" for name in expected} == {n for n in dir(lib) if "_ERROR_" in n}
     for name, error in expected.items():

@@ -19,6 +19,7 @@ namespace moepool {
 namespace {
 
 constexpr int64_t kSliceTokens = 512;   // tokens that ffn keeps intermediate rows for
+constexpr int64_t kItemPlaces = 1024;   // of an expert in one item: so long a call goes on when it is to end
 constexpr int64_t kElements = 1 << 14;  // of an elementwise op in one item
 
 class CpuSlots : public Slots {
@@ -61,7 +62,7 @@ struct Slice {
     int64_t places() const { return tokens() * route.k(); }
     int32_t id(int64_t place) const { return route.ids()[static_cast<size_t>(first * route.k() + place)]; }
 
-    // Each expert of the slice with its places, as positions of order().
+    // Each expert of the slice with its places, as positions of order(); one with very many is there several times.
     std::vector<Route::Group> groups() const {
         std::vector<Route::Group> groups;
         const int32_t *order = route.order().data();
@@ -70,9 +71,11 @@ struct Slice {
             const int32_t *begin = order + group.first, *end = begin + group.count;
             const int32_t *from = std::lower_bound(begin, end, first * route.k());
             const int32_t *to = std::lower_bound(from, end, last * route.k());
-            group.first = from - order;
-            group.count = to - from;
-            if (group.count) groups.push_back(group);
+            for (; from < to; from += group.count) {
+                group.first = from - order;
+                group.count = std::min<int64_t>(kItemPlaces, to - from);
+                groups.push_back(group);
+            }
         }
         return groups;
     }
@@ -137,6 +140,7 @@ void clear_others(const Slice &slice, const std::vector<Route::Group> &groups, i
 
 template <class Body>
 void elementwise(int64_t count, const Body &body) {
+    const Interruptible scope;
     parallel_for((count + kElements - 1) / kElements,
                  [&](int64_t i) { body(i * kElements, std::min(kElements, count - i * kElements)); });
 }
@@ -201,6 +205,7 @@ class CpuBackend : public Backend {
 
     void matmul_id(const Route &route, int matrix, moepool_half half, const moepool_rows &x, float *out,
                    void *) const override {
+        const Interruptible scope;
         const Matrix &m = route.pool().layer().matrices()[static_cast<size_t>(matrix)];
         const Slice slice{route, 0, route.tokens(), half};
         const std::vector<Route::Group> groups = slice.groups();
@@ -212,6 +217,7 @@ class CpuBackend : public Backend {
 
     void ffn(const Route &route, const moepool_rows &x, const void *weights, moepool_dtype weights_dtype, float *out,
              void *) const override {
+        const Interruptible scope;
         const int64_t columns = route.pool().layer().matrices()[2].rows;
         const int64_t places = std::min(kSliceTokens, route.tokens()) * route.k();
         const Scratch<float> rows(places * columns);
@@ -223,6 +229,7 @@ class CpuBackend : public Backend {
 
     void combine(const Route &route, int64_t columns, const float *rows, const void *weights,
                  moepool_dtype weights_dtype, float *out, void *) const override {
+        const Interruptible scope;
         combine_slice({route, 0, route.tokens(), MOEPOOL_ALL}, columns, rows, weights, weights_dtype, out);
     }
 

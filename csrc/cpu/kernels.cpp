@@ -12,15 +12,13 @@ namespace {
 const KernelSet *const sets[] = {
     &kPortableKernels,
 #if defined(__x86_64__)
-    &kAvx2Kernels,
-    &kAvxVnniKernels,
-    &kAvx512Kernels,
+    &kEmulatedAmxKernels, &kAvx2Kernels, &kAvxVnniKernels, &kAvx512Kernels, &kAmxKernels,
 #endif
 };
 
 const KernelSet *best() {
     for (int i = kernel_set_count() - 1; i > 0; --i)
-        if (sets[i]->usable()) return sets[i];
+        if (!sets[i]->lacks()) return sets[i];
     return sets[0];
 }
 
@@ -48,8 +46,7 @@ void select_kernels(const char *name) {
     }
     for (const KernelSet *set : sets) {
         if (std::strcmp(set->name, name)) continue;
-        if (!set->usable())
-            fail(MOEPOOL_ERROR_UNSUPPORTED, "kernel set \"%s\": this machine lacks its instructions", name);
+        if (const char *why = set->lacks()) fail(MOEPOOL_ERROR_UNSUPPORTED, "kernel set \"%s\": %s", name, why);
         selected.store(set, std::memory_order_release);
         return;
     }

@@ -39,7 +39,7 @@ struct PanelJob {
 
 struct KernelSet {
     const char *name;
-    bool (*usable)();
+    const char *(*lacks)();  // why this machine can not run it; NULL: it can
     void (*panel[kTypeCount])(const PanelJob &job);
     // Quantises `count` blocks of 32 floats, the first of which is block `first` of the row.
     void (*quantise)(const float *x, int64_t first, int64_t count, ActivationChunk *row);
@@ -53,9 +53,11 @@ struct KernelSet {
 // In rising order of preference.
 extern const KernelSet kPortableKernels;
 #if defined(__x86_64__)
+extern const KernelSet kEmulatedAmxKernels;  // for tests: the tiles of AMX in plain C++
 extern const KernelSet kAvx2Kernels;
 extern const KernelSet kAvxVnniKernels;
 extern const KernelSet kAvx512Kernels;
+extern const KernelSet kAmxKernels;
 #endif
 
 int kernel_set_count();

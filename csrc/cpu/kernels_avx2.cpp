@@ -46,13 +46,14 @@ struct Avx2 : Lanes8 {
     }
 };
 
-bool has_avx2() {
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+const char *no_avx2() {
+    const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c");
+    return has ? nullptr : "this processor lacks AVX2, FMA or F16C";
 }
 
 }  // namespace
 
-const KernelSet kAvx2Kernels = make_kernel_set<Avx2>("avx2", has_avx2);
+const KernelSet kAvx2Kernels = make_kernel_set<Avx2>("avx2", no_avx2);
 
 }  // namespace moepool
 

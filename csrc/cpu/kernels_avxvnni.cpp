@@ -22,18 +22,19 @@ struct AvxVnni : Lanes8 {
     }
 };
 
-bool has_avxvnni() {
+const char *no_avxvnni() {
     // That the system saves the 256-bit registers is part of the compiler's answer for AVX2. It does not know AVX-VNNI
     // by name before gcc 13: bit 4 of EAX of leaf 7.1, where leaf 7 has a subleaf 1.
     unsigned most, eax, ebx, ecx, edx;
-    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c") &&
-           __get_cpuid_count(7, 0, &most, &ebx, &ecx, &edx) && most >= 1 &&
-           __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 4 & 1);
+    const bool has = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") &&
+                     __builtin_cpu_supports("f16c") && __get_cpuid_count(7, 0, &most, &ebx, &ecx, &edx) && most >= 1 &&
+                     __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && (eax >> 4 & 1);
+    return has ? nullptr : "this processor lacks AVX-VNNI";
 }
 
 }  // namespace
 
-const KernelSet kAvxVnniKernels = make_kernel_set<AvxVnni>("avxvnni", has_avxvnni);
+const KernelSet kAvxVnniKernels = make_kernel_set<AvxVnni>("avxvnni", no_avxvnni);
 
 }  // namespace moepool
 

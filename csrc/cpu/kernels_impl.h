@@ -14,6 +14,7 @@
 #pragma once
 
 #include "cpu/kernels.h"
+#include "cpu/panel_scales.h"
 #include "numerics.h"
 #include "quant/decode.h"
 
@@ -50,17 +51,32 @@ struct Prefetch {
         if (!ahead)
             for (int word = 0; word < kFirst; word += kLineWords) __builtin_prefetch(panel + word);
     }
-    // Part 0 .. 7 of a step. The compiler keeps the order of loads before and after it.
+    // Part 0 .. 7 of a step. The compiler moves no load from one step to another, which would bunch them; within one
+    // it may, so that what several parts need is loaded and decoded once.
     MOEPOOL_INLINE void operator()(int step, int part) const {
-        if (ahead) {
+        if (!kPages || ahead) {
             const uint32_t *line = panel + 2 * kWords + step * kLines * kLineWords;
 #pragma GCC unroll 4
             for (int i = kLines * part / 8; i < kLines * (part + 1) / 8; ++i)
                 __builtin_prefetch(line + i * kLineWords, 0, 2);
         }
-        asm volatile("" ::: "memory");
+        if (part == 0) asm volatile("" ::: "memory");
     }
 };
+
+// What section 2 makes of a block's integer `whole`.
+template <Form kForm, class L>
+MOEPOOL_INLINE typename L::F add_block(const Scales<L> &s, typename L::W whole, const ActivationChunk &a, int b,
+                                       typename L::F acc) {
+    acc = L::fma(s.c * a.d[b], L::to_float(whole), acc);
+    if constexpr (kForm == Form::kAffine) {
+        acc = L::fma(-s.m, L::broadcast(a.e[b]), acc);
+    } else if constexpr (kForm == Form::kAffineSub) {
+        const typename L::W minimum = s.m0 * L::splat(a.sums[0][b]) + s.m1 * L::splat(a.sums[1][b]);
+        acc = L::fma(-s.m, a.d[b] * L::to_float(minimum), acc);
+    }
+    return acc;
+}
 
 // The activations are the innermost loop: the codes of a block are decoded once, into registers, for all of them.
 template <class T, class L>
@@ -101,11 +117,12 @@ void multiply_blocks(const PanelJob &job) {
             const auto panel = [&](int i) {
                 return Panel<L>{words + (g * kSide + i) * L::kLanes, width / T::info.block};
             };
-            const auto add_block = [&](int b) __attribute__((always_inline)) {
+            const SideScales<T, L, L::kSide> scales{panel};
+            const auto block = [&](int b) __attribute__((always_inline)) {
                 Scales<L> s[kSide];
                 W codes[kSide][8];
 #pragma GCC unroll 2
-                for (int i = 0; i < kSide; ++i) Decode<T>::scales(panel(i), b, s[i]);
+                for (int i = 0; i < kSide; ++i) scales.side[i](b, s[i]);
 #pragma GCC unroll 8
                 for (int j = 0; j < 8; ++j) {
                     prefetch(g * kChunkBlocks + b, j);
@@ -131,22 +148,15 @@ void multiply_blocks(const PanelJob &job) {
                     for (int i = 0; i < kSide; ++i) {
                         W whole = low[i];
                         if constexpr (kSub) whole = s[i].s0 * low[i] + s[i].s1 * high[i];
-                        F acc = L::fma(s[i].c * a.d[b], L::to_float(whole), sum[t][i]);
-                        if constexpr (kForm == Form::kAffine) {
-                            acc = L::fma(-s[i].m, L::broadcast(a.e[b]), acc);
-                        } else if constexpr (kForm == Form::kAffineSub) {
-                            const W minimum = s[i].m0 * L::splat(a.sums[0][b]) + s[i].m1 * L::splat(a.sums[1][b]);
-                            acc = L::fma(-s[i].m, a.d[b] * L::to_float(minimum), acc);
-                        }
-                        sum[t][i] = acc;
+                        sum[t][i] = add_block<kForm, L>(s[i], whole, a, b, sum[t][i]);
                     }
                 }
             };
             if constexpr (T::info.block == kChunkColumns) {
 #pragma GCC unroll 8
-                for (int b = 0; b < kChunkBlocks; ++b) add_block(b);
+                for (int b = 0; b < kChunkBlocks; ++b) block(b);
             } else {
-                for (int b = 0; b < width / kBlockColumns; ++b) add_block(b);
+                for (int b = 0; b < width / kBlockColumns; ++b) block(b);
             }
             for (int t = 0; t < job.count; ++t)
                 for (int i = 0; i < kSide; ++i) total[g][t][i] = total[g][t][i] + sum[t][i];
@@ -252,9 +262,9 @@ void finish(float *y, int64_t count) {
 }
 
 template <class L>
-constexpr KernelSet make_kernel_set(const char *name, bool (*usable)()) {
+constexpr KernelSet make_kernel_set(const char *name, const char *(*lacks)()) {
     return {name,
-            usable,
+            lacks,
             {
 #define X(T) panel<T, L>,
                 MOEPOOL_QUANT_TYPES(X)

@@ -6,14 +6,18 @@
 #include <algorithm>
 #include <array>
 #include <atomic>
+#include <cerrno>
 #include <chrono>
 #include <cmath>
 #include <condition_variable>
+#include <cstdlib>
+#include <cstring>
 #include <fstream>
 #include <memory>
 #include <mutex>
 #include <string>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #if defined(__x86_64__)
@@ -72,16 +76,123 @@ double cgroup_cpus() {
     return cpus;
 }
 
-int default_threads() {
-    cpu_set_t sets[8];  // of 1024 CPUs each
-    const int cpus = sched_getaffinity(0, sizeof sets, sets) == 0 ? CPU_COUNT_S(sizeof sets, sets) : 1;
-    return std::max(1, static_cast<int>(std::min<double>(cpus, std::ceil(cgroup_cpus()))));
+constexpr int kMostCpus = 8192;
+constexpr int kMostThreads = 4096;
+
+struct CpuSet {
+    cpu_set_t sets[kMostCpus / CPU_SETSIZE];
+
+    CpuSet() { CPU_ZERO_S(sizeof sets, sets); }
+    // Of the calling thread; empty if the system does not say.
+    static CpuSet allowed() {
+        CpuSet set;
+        if (sched_getaffinity(0, sizeof set.sets, set.sets)) set = CpuSet();
+        return set;
+    }
+    void add(int cpu) { CPU_SET_S(static_cast<size_t>(cpu), sizeof sets, sets); }
+    bool has(int cpu) const { return CPU_ISSET_S(static_cast<size_t>(cpu), sizeof sets, sets); }
+    int count() const { return CPU_COUNT_S(sizeof sets, sets); }
+    // "0-3,8"
+    std::string text() const {
+        std::string text;
+        for (int cpu = 0, last; cpu < kMostCpus; cpu = last + 1) {
+            last = cpu;
+            if (!has(cpu)) continue;
+            while (last + 1 < kMostCpus && has(last + 1)) ++last;
+            text += (text.empty() ? "" : ",") + std::to_string(cpu);
+            if (last > cpu) text += "-" + std::to_string(last);
+        }
+        return text;
+    }
+};
+
+// As it was when the library was loaded: a caller may since have pinned itself to one of them.
+const CpuSet process_cpus = CpuSet::allowed();
+
+int cpus_to_use() {
+    return std::max(1, static_cast<int>(std::min<double>(CpuSet::allowed().count(), std::ceil(cgroup_cpus()))));
 }
 
-// Polls for a moment, about the gap between two ops of a layer. False: it has not come.
+struct Crew {
+    int threads;
+    std::vector<int> cpus;  // empty: the system chooses
+};
+
+Crew checked(int threads, std::vector<int> cpus, const char *threads_name, const char *cpus_name) {
+    if (threads < 0 || threads > kMostThreads)
+        fail(MOEPOOL_ERROR_ARGUMENT, "%s: %d threads: give 1 to %d, or 0 for the default", threads_name, threads,
+             kMostThreads);
+    for (const int cpu : cpus)
+        if (cpu < 0 || cpu >= kMostCpus || !process_cpus.has(cpu))
+            fail(MOEPOOL_ERROR_ARGUMENT, "%s: CPU %d is none of those that this process may use: %s", cpus_name, cpu,
+                 process_cpus.text().c_str());
+    if (threads == 0) threads = cpus.empty() ? cpus_to_use() : static_cast<int>(cpus.size());
+    return {threads, std::move(cpus)};
+}
+
+// A whole number at `text`, which is then behind it; -1: there is none.
+int read_number(const char *&text) {
+    char *end;
+    errno = 0;
+    const long number = *text >= '0' && *text <= '9' ? std::strtol(text, &end, 10) : -1;
+    if (number < 0 || number > kMostCpus || errno) return -1;
+    text = end;
+    return static_cast<int>(number);
+}
+
+Crew default_crew() {
+    constexpr const char *kThreads = "MOEPOOL_THREADS", *kCpus = "MOEPOOL_AFFINITY";
+    int threads = 0;
+    std::vector<int> cpus;
+    if (const char *text = std::getenv(kThreads); text && *text) {
+        const char *end = text;
+        threads = read_number(end);
+        if (threads < 1 || *end) fail(MOEPOOL_ERROR_ARGUMENT, "%s=%s: give 1 to %d", kThreads, text, kMostThreads);
+    }
+    if (const char *text = std::getenv(kCpus); text && *text) {
+        for (const char *at = text;; ++at) {
+            const int first = read_number(at);
+            const int last = *at == '-' ? read_number(++at) : first;
+            if (first < 0 || last < first || (*at && *at != ','))
+                fail(MOEPOOL_ERROR_ARGUMENT, "%s=%s: give CPUs as in 0-3,8", kCpus, text);
+            for (int cpu = first; cpu <= last; ++cpu) cpus.push_back(cpu);
+            if (!*at) break;
+        }
+    }
+    return checked(threads, std::move(cpus), kThreads, kCpus);
+}
+
+// What a thread was told to ask, and when it asks next.
+struct Interrupt {
+    using Clock = std::chrono::steady_clock;
+    static constexpr auto kPause = std::chrono::milliseconds(50);  // asking may mean waiting for Python's lock
+
+    moepool_interrupt check;
+    void *data;
+    int allowed;  // scopes of Interruptible
+    Clock::time_point next;
+
+    bool asks() const { return allowed && check; }
+    bool due() {
+        if (!asks()) return false;
+        const auto now = Clock::now();
+        if (now < next) return false;
+        const bool stop = check(data) != 0;
+        next = Clock::now() + kPause;
+        return stop;
+    }
+};
+thread_local Interrupt interrupt{};
+
+[[noreturn]] void fail_interrupted() {
+    fail(MOEPOOL_ERROR_INTERRUPTED, "the call was interrupted: what it was to write is unspecified");
+}
+
+// Polls for a moment, longer than what lies between two layers mostly takes: waking sleepers costs a call a twentieth
+// of its time. False: it has not come.
 template <class Come>
 bool spin(Come come) {
-    constexpr auto kMoment = std::chrono::microseconds(50);
+    constexpr auto kMoment = std::chrono::microseconds(200);
     const auto start = std::chrono::steady_clock::now();
     do {
         for (int i = 0; i < 32; ++i) {
@@ -103,15 +214,25 @@ struct alignas(64) Job {
     void *context;
     int64_t count;
     std::atomic<bool> sleeping{false};           // the caller, until all is done
+    std::atomic<bool> stopped{false};            // items are still claimed and counted, but not done
     alignas(64) std::atomic<int64_t> left{0};    // items that nobody has claimed
     alignas(64) std::atomic<int64_t> undone{0};  // items that are not done
 };
 
 class Workers {
   public:
-    explicit Workers(int threads) : threads_(threads) {
+    explicit Workers(const Crew &crew) : threads_(crew.threads) {
         try {
-            for (int i = 1; i < threads; ++i) crew_.emplace_back([this] { work(); });
+            for (int i = 1; i < threads_; ++i) {
+                crew_.emplace_back([this] { work(); });
+                if (crew.cpus.empty()) continue;
+                const int cpu = crew.cpus[static_cast<size_t>(i) % crew.cpus.size()];
+                CpuSet set;
+                set.add(cpu);
+                if (const int error = pthread_setaffinity_np(crew_.back().native_handle(), sizeof set.sets, set.sets))
+                    fail(MOEPOOL_ERROR_ARGUMENT, "the system does not let a thread run on CPU %d: %s", cpu,
+                         std::strerror(error));
+            }
         } catch (...) {
             stop();
             throw;
@@ -121,29 +242,30 @@ class Workers {
 
     int threads() const { return threads_; }
 
-    // False: too many others are calling.
-    bool run(int64_t count, void (*body)(void *, int64_t), void *context) {
+    enum Outcome { kDone, kStopped, kBusy };  // busy: too many others are calling
+    Outcome run(int64_t count, void (*body)(void *, int64_t), void *context) {
         for (Job &job : jobs_) {
             const std::unique_lock<std::mutex> lock(job.taken, std::try_to_lock);
             if (!lock) continue;
             job.body = body;
             job.context = context;
             job.count = count;
+            job.stopped.store(false, std::memory_order_relaxed);
             job.undone.store(count, std::memory_order_relaxed);
             job.left.store(count);
             wake(count - 1);
-            take_items(job);
+            take_items(job, interrupt.asks());
             wait(job);
-            return true;
+            return job.stopped.load() ? kStopped : kDone;
         }
-        return false;
+        return kBusy;
     }
 
     static thread_local bool inside;  // a body is running on this thread
 
   private:
-    // True if there was any.
-    bool take_items(Job &job) {
+    // True if there was any. The caller asks whether to stop.
+    bool take_items(Job &job, bool asks) {
         bool any = false;
         for (int64_t left = job.left.load(std::memory_order_relaxed); left > 0;) {
             const int64_t items = std::max<int64_t>(1, left / (int64_t{2} * threads_));
@@ -151,7 +273,11 @@ class Workers {
                                                 std::memory_order_relaxed))
                 continue;
             any = true;
-            for (int64_t i = job.count - left; i < job.count - left + items; ++i) job.body(job.context, i);
+            for (int64_t i = job.count - left; i < job.count - left + items; ++i) {
+                if (job.stopped.load(std::memory_order_relaxed)) break;
+                job.body(job.context, i);
+                if (asks && interrupt.due()) job.stopped.store(true);
+            }
             if (job.undone.fetch_sub(items) == items && job.sleeping.load()) {
                 const std::lock_guard<std::mutex> lock(mutex_);
                 done_.notify_all();
@@ -166,6 +292,11 @@ class Workers {
         if (spin(done)) return;
         std::unique_lock<std::mutex> lock(mutex_);
         job.sleeping.store(true);
+        while (interrupt.asks() && !job.stopped.load() && !done_.wait_for(lock, Interrupt::kPause, done)) {
+            lock.unlock();
+            if (interrupt.due()) job.stopped.store(true);
+            lock.lock();
+        }
         done_.wait(lock, done);
         job.sleeping.store(false);
     }
@@ -191,7 +322,7 @@ class Workers {
         };
         while (!stopping_.load()) {
             bool any = false;
-            for (Job &job : jobs_) any |= take_items(job);
+            for (Job &job : jobs_) any |= take_items(job, false);
             if (any || spin(called)) continue;
             std::unique_lock<std::mutex> lock(mutex_);
             sleepers_.fetch_add(1);
@@ -232,8 +363,18 @@ const int at_fork = pthread_atfork([] { workers_mutex.lock(); }, [] { workers_mu
 
 std::shared_ptr<Workers> current_workers() {
     const std::lock_guard<std::mutex> lock(workers_mutex);
-    if (!workers) workers = new std::shared_ptr<Workers>(std::make_shared<Workers>(default_threads()));
+    if (!workers) workers = new std::shared_ptr<Workers>(std::make_shared<Workers>(default_crew()));
     return *workers;
+}
+
+void use_crew(const Crew &wanted) {
+    auto crew = std::make_shared<Workers>(wanted);
+    std::shared_ptr<Workers> old;  // stops when the last call that uses it returns, and not under the lock
+    const std::lock_guard<std::mutex> lock(workers_mutex);
+    if (workers)
+        old = std::exchange(*workers, std::move(crew));
+    else
+        workers = new std::shared_ptr<Workers>(std::move(crew));
 }
 
 }  // namespace
@@ -243,24 +384,33 @@ void parallel_for(int64_t count, void (*body)(void *, int64_t), void *context) {
         const std::shared_ptr<Workers> crew = current_workers();
         const FloatEnvironment environment;
         Workers::inside = true;
-        const bool done = crew->run(count, body, context);
+        const Workers::Outcome outcome = crew->run(count, body, context);
         Workers::inside = false;
-        if (done) return;
+        if (outcome == Workers::kStopped) fail_interrupted();
+        if (outcome == Workers::kDone) return;
     }
     const FloatEnvironment environment;
-    for (int64_t i = 0; i < count; ++i) body(context, i);
+    const bool asks = interrupt.asks();
+    for (int64_t i = 0; i < count; ++i) {
+        body(context, i);
+        if (asks && interrupt.due()) fail_interrupted();
+    }
 }
 
-void set_threads(int threads) {
-    if (threads < 0 || threads > 4096)
-        fail(MOEPOOL_ERROR_ARGUMENT, "%d threads: give 1 to 4096, or 0 for the default", threads);
-    auto crew = std::make_shared<Workers>(threads ? threads : default_threads());
-    std::shared_ptr<Workers> old = current_workers();
-    {
-        std::lock_guard<std::mutex> lock(workers_mutex);
-        *workers = std::move(crew);
-    }
-    // `old` stops when the last call that uses it returns.
+Interruptible::Interruptible() {
+    if (interrupt.allowed++ == 0 && interrupt.check) interrupt.next = Interrupt::Clock::now() + Interrupt::kPause;
+}
+Interruptible::~Interruptible() { --interrupt.allowed; }
+
+void set_interrupt(moepool_interrupt check, void *data) {
+    interrupt.check = check;
+    interrupt.data = data;
+}
+
+void set_threads(int threads, const int32_t *cpus, int count) {
+    if (count < 0 || (count && !cpus)) fail(MOEPOOL_ERROR_ARGUMENT, "cpus is NULL, or a list of %d CPUs", count);
+    if (threads == 0 && count == 0) return use_crew(default_crew());
+    use_crew(checked(threads, std::vector<int>(cpus, cpus + count), "threads", "cpus"));
 }
 
 int get_threads() { return current_workers()->threads(); }

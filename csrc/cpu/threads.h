@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "moepool.h"
+
 namespace moepool {
 
 // Calls body(context, i) once for each i in [0, count), on the caller and on those workers that come in time, and
@@ -16,8 +18,23 @@ void parallel_for(int64_t count, Body &&body) {
     parallel_for(count, [](void *context, int64_t i) { (*static_cast<Body *>(context))(i); }, &body);
 }
 
-// The caller included; 0 restores the default: the CPUs this process may use, by affinity and cgroup limit.
-void set_threads(int threads);
+// While one lives, parallel_for on its thread may ask what set_interrupt was given, and then fails with
+// MOEPOOL_ERROR_INTERRUPTED: what is not begun is left undone. Only where no lock is held, for what is asked may run
+// anything, such as a signal handler of Python that calls moepool.
+class Interruptible {
+  public:
+    Interruptible();
+    ~Interruptible();
+    Interruptible(const Interruptible &) = delete;
+    Interruptible &operator=(const Interruptible &) = delete;
+};
+// Of this thread. NULL: its calls run to their end.
+void set_interrupt(moepool_interrupt check, void *data);
+
+// The caller included; 0 restores the default: the CPUs this process may use, by affinity and cgroup limit, unless the
+// environment says otherwise. Thread i runs on CPU cpus[i % count] alone, but for the caller, number 0, which is left
+// where it is; without cpus the system chooses.
+void set_threads(int threads, const int32_t *cpus, int count);
 int get_threads();
 
 }  // namespace moepool

@@ -60,44 +60,35 @@ __device__ __forceinline__ void store_block(const Quantised &made, int lane, Act
     }
 }
 
-// Up to 8 neighbouring blocks by one warp, a lane four columns of a block: element(i) is column i of them.
-template <class Element>
-__device__ __forceinline__ void quantise_chunk(const Element &element, int blocks, int lane, ActivationBlock *target) {
-    for (int first = 0; first < blocks; first += 4) {
-        const int block = first + lane / 8, column = 32 * block + 4 * (lane % 8);
-        const bool inside = block < blocks;
-        float value[4];
-        uint32_t largest = 0;
+// Four neighbouring blocks by one warp, a lane four columns. inside: the lane's block is there.
+__device__ __forceinline__ void quantise_four(const float (&value)[4], bool inside, int lane, ActivationBlock *block) {
+    uint32_t largest = 0;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            value[i] = inside ? element(column + i) : 0.0f;
-            largest = max(largest, num::bits(value[i]) & 0x7fffffffu);
-        }
+    for (int i = 0; i < 4; ++i) largest = max(largest, num::bits(value[i]) & 0x7fffffffu);
 #pragma unroll
-        for (int step = 1; step < 8; step *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, step));
-        const float a = num::from_bits(largest);
-        const bool plain = !num::nonfinite(largest) && a >= 0x1p-118f;
-        const float d = plain ? num::mp_div(a, 127.0f) : num::nonfinite(largest) ? num::nan() : 0.0f;
-        const float r = plain ? num::mp_div(127.0f, a) : 0.0f;
-        uint32_t codes = 0;
-        int sum = 0;
+    for (int step = 1; step < 8; step *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, step));
+    const float a = num::from_bits(largest);
+    const bool plain = !num::nonfinite(largest) && a >= 0x1p-118f;
+    const float d = plain ? num::mp_div(a, 127.0f) : num::nonfinite(largest) ? num::nan() : 0.0f;
+    const float r = plain ? num::mp_div(127.0f, a) : 0.0f;
+    uint32_t codes = 0;
+    int sum = 0;
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-            const int code = plain ? num::rint_int(num::mp_mul(value[i], r)) : 0;
-            codes |= (static_cast<uint32_t>(code) & 0xffu) << (8 * i);
-            sum += code;
-        }
-        sum += __shfl_xor_sync(~0u, sum, 1);
-        sum += __shfl_xor_sync(~0u, sum, 2);
-        const int other = __shfl_xor_sync(~0u, sum, 4);
-        if (!inside) continue;
-        reinterpret_cast<uint32_t *>(target[block].q)[lane % 8] = codes;
-        if (lane % 8 == 0) {
-            target[block].d = d;
-            target[block].e = num::mp_mul(d, static_cast<float>(sum + other));
-            target[block].sum0 = sum;
-            target[block].sum1 = other;
-        }
+    for (int i = 0; i < 4; ++i) {
+        const int code = plain ? num::rint_int(num::mp_mul(value[i], r)) : 0;
+        codes |= (static_cast<uint32_t>(code) & 0xffu) << (8 * i);
+        sum += code;
+    }
+    sum += __shfl_xor_sync(~0u, sum, 1);
+    sum += __shfl_xor_sync(~0u, sum, 2);
+    const int other = __shfl_xor_sync(~0u, sum, 4);
+    if (!inside) return;
+    reinterpret_cast<uint32_t *>(block->q)[lane % 8] = codes;
+    if (lane % 8 == 0) {
+        block->d = d;
+        block->e = num::mp_mul(d, static_cast<float>(sum + other));
+        block->sum0 = sum;
+        block->sum1 = other;
     }
 }
 

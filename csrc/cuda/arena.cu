@@ -27,7 +27,6 @@ Function driver(const char *name) {
         fail(MOEPOOL_ERROR_UNSUPPORTED, "the CUDA driver has no %s", name);
     return reinterpret_cast<Function>(function);
 }
-#define DRIVER(name) driver<decltype(&name)>(#name)
 
 void check_driver(CUresult status, const char *what, int64_t bytes) {
     if (status == CUDA_SUCCESS) return;
@@ -91,14 +90,16 @@ void Arena::reserve(int64_t most) {
     const RelaxedCapture relaxed;
     const CUmemAllocationProp kind = kind_of_memory(device_);
     size_t granularity = 0;
-    check_driver(DRIVER(cuMemGetAllocationGranularity)(&granularity, &kind, CU_MEM_ALLOC_GRANULARITY_MINIMUM),
+    check_driver(driver<decltype(&cuMemGetAllocationGranularity)>("cuMemGetAllocationGranularity")(
+                     &granularity, &kind, CU_MEM_ALLOC_GRANULARITY_MINIMUM),
                  "asking for the size of chunks", most);
     const auto least = static_cast<int64_t>(granularity);
     chunk_ = std::max(least, std::min(kLargestChunk / least * least, round_up(most / 64, least)));
     reserved_ = round_up(most, chunk_);
     CUdeviceptr base = 0;
-    check_driver(DRIVER(cuMemAddressReserve)(&base, static_cast<size_t>(reserved_), 0, 0, 0), "reserving addresses",
-                 reserved_);
+    check_driver(
+        driver<decltype(&cuMemAddressReserve)>("cuMemAddressReserve")(&base, static_cast<size_t>(reserved_), 0, 0, 0),
+        "reserving addresses", reserved_);
     base_ = reinterpret_cast<uint8_t *>(base);
 }
 
@@ -114,13 +115,17 @@ void Arena::resize(int64_t bytes) {
         fail(MOEPOOL_ERROR_OUT_OF_MEMORY, "%lld bytes: addresses are reserved for %lld", static_cast<long long>(bytes),
              static_cast<long long>(reserved_));
     const RelaxedCapture relaxed;
+    const auto create = driver<decltype(&cuMemCreate)>("cuMemCreate");
+    const auto release = driver<decltype(&cuMemRelease)>("cuMemRelease");
+    const auto map = driver<decltype(&cuMemMap)>("cuMemMap");
+    const auto unmap = driver<decltype(&cuMemUnmap)>("cuMemUnmap");
+    const auto set_access = driver<decltype(&cuMemSetAccess)>("cuMemSetAccess");
     const size_t before = chunks_.size(), wanted = static_cast<size_t>((bytes + chunk_ - 1) / chunk_);
     const auto drop = [&](size_t count) {
         while (chunks_.size() > count) {
             const int64_t at = static_cast<int64_t>(chunks_.size() - 1) * chunk_;
-            check_driver(DRIVER(cuMemUnmap)(address(base_, at), static_cast<size_t>(chunk_)), "giving memory back",
-                         chunk_);
-            check_driver(DRIVER(cuMemRelease)(chunks_.back()), "giving memory back", chunk_);
+            check_driver(unmap(address(base_, at), static_cast<size_t>(chunk_)), "giving memory back", chunk_);
+            check_driver(release(chunks_.back()), "giving memory back", chunk_);
             chunks_.pop_back();
         }
     };
@@ -128,18 +133,16 @@ void Arena::resize(int64_t bytes) {
         while (chunks_.size() < wanted) {
             const CUmemAllocationProp kind = kind_of_memory(device_);
             CUmemGenericAllocationHandle handle = 0;
-            check_driver(DRIVER(cuMemCreate)(&handle, static_cast<size_t>(chunk_), &kind, 0), "taking device memory",
-                         chunk_);
+            check_driver(create(&handle, static_cast<size_t>(chunk_), &kind, 0), "taking device memory", chunk_);
             const CUdeviceptr at = address(base_, static_cast<int64_t>(chunks_.size()) * chunk_);
-            const CUresult mapped = DRIVER(cuMemMap)(at, static_cast<size_t>(chunk_), 0, handle, 0);
-            if (mapped != CUDA_SUCCESS) DRIVER(cuMemRelease)(handle);
+            const CUresult mapped = map(at, static_cast<size_t>(chunk_), 0, handle, 0);
+            if (mapped != CUDA_SUCCESS) release(handle);
             check_driver(mapped, "mapping device memory", chunk_);
             chunks_.push_back(handle);
             CUmemAccessDesc access = {};
             access.location = kind.location;
             access.flags = CU_MEM_ACCESS_FLAGS_PROT_READWRITE;
-            check_driver(DRIVER(cuMemSetAccess)(at, static_cast<size_t>(chunk_), &access, 1), "mapping device memory",
-                         chunk_);
+            check_driver(set_access(at, static_cast<size_t>(chunk_), &access, 1), "mapping device memory", chunk_);
         }
     } catch (...) {
         drop(before);
@@ -153,9 +156,11 @@ void Arena::release() noexcept {
     if (!base_) return;
     try {
         const OnDevice on(device_);
-        resize(0);
         const RelaxedCapture relaxed;
-        DRIVER(cuMemAddressFree)(reinterpret_cast<CUdeviceptr>(base_), static_cast<size_t>(reserved_));
+        cudaDeviceSynchronize();  // as cudaFree does
+        resize(0);
+        driver<decltype(&cuMemAddressFree)>("cuMemAddressFree")(reinterpret_cast<CUdeviceptr>(base_),
+                                                                static_cast<size_t>(reserved_));
     } catch (...) {  // the driver is gone
     }
     base_ = nullptr;

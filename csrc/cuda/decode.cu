@@ -19,7 +19,7 @@ constexpr int kMostBooks = 40 << 10;  // bytes of shared memory that resolve tak
 struct Decoder::Workspace {
     const int64_t places;
     DeviceMemory<int32_t> ids, order, tile_count, commit_count;
-    DeviceMemory<uint32_t> resolved, finished;
+    DeviceMemory<uint32_t> resolved, finished, arrived;
     DeviceMemory<DecodeTile> tiles;
     DeviceMemory<Commit> commits;
     DeviceMemory<ActivationBlock> input, hidden;
@@ -33,6 +33,7 @@ struct Decoder::Workspace {
           commit_count(1),
           resolved(1),
           finished(1),
+          arrived(1),
           tiles(count),
           commits(count),
           input(layer.matrices()[0].quantised() ? count * layer.matrices()[0].columns / kBlockColumns : 0),
@@ -41,8 +42,8 @@ struct Decoder::Workspace {
           rows(count * layer.matrices()[2].rows) {}
 
     StepTables tables() const {
-        return {ids.get(),     order.get(),        tiles.get(),    tile_count.get(),
-                commits.get(), commit_count.get(), resolved.get(), finished.get()};
+        return {ids.get(),          order.get(),    tiles.get(),    tile_count.get(), commits.get(),
+                commit_count.get(), resolved.get(), finished.get(), arrived.get()};
     }
 };
 
@@ -108,8 +109,8 @@ void Decoder::reserve(int64_t places) {
     while (room < places) room *= 2;
     auto made = std::make_unique<Workspace>(room, layer_);
     const uint32_t none = 0;
-    copy(made->finished.get(), &none, 1);
-    copy(made->resolved.get(), &none, 1);
+    for (uint32_t *count : {made->finished.get(), made->resolved.get(), made->arrived.get()})
+        copy(count, &none, 1);
     workspaces_.push_back(std::move(made));
 }
 
@@ -146,6 +147,8 @@ void Decoder::run(const moepool_ids &ids, const moepool_rows &x, const void *wei
     // Of more tokens: at most one a place, or full ones and a short one an expert.
     step.most_tiles =
         static_cast<int32_t>(tokens == 1 ? k : std::min(places, layer_.experts() + places / kMostDecodeTokens));
+    step.ahead = static_cast<uint32_t>(k * gate.row_groups());
+    step.parties = step.ahead + static_cast<uint32_t>(down.row_groups());
     step.residents = {layer_.experts(), slot_of_.get(), records_.get(), arena_, layer_.record_bytes(), layer_.tail()};
     step.tables = w.tables();
     step.x = x.data;

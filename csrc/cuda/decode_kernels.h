@@ -16,6 +16,7 @@ namespace cuda {
 struct DecodeConfig {
     int warps;         // of a block
     int stages;        // panels that a warp has in flight
+    int rounds;        // panels that it multiplies before the block adds sums up
     int shared_bytes;  // of a block
     std::string text() const;
 };
@@ -33,6 +34,18 @@ StepConfig configure_step(const Matrix &gate, const Matrix &down, int64_t tokens
 void gate_up(const Matrix &gate, const Matrix &up, const Step &step, const ResolveArguments &arguments,
              cudaStream_t stream);
 void down_and_combine(const Matrix &down, const Step &step, cudaStream_t stream);
+
+// What these do for one type of weights, of a single token and of more.
+struct DecodeKernels {
+    void (*load)(int shared_bytes);
+    void (*gate_up)(const Matrix &, const Matrix &, const Step &, const ResolveArguments &, cudaStream_t);
+    void (*down)(const Matrix &, const Step &, cudaStream_t);
+    DecodeConfig (*gate_up_config)(const Matrix &);
+    DecodeConfig (*down_config)(const Matrix &, int64_t k);
+};
+extern const DecodeKernels single_kernels[kTypeCount], tile_kernels[kTypeCount];
+// The most dynamic shared memory that a block of them can have on the current device.
+int most_dynamic_bytes();
 
 }  // namespace cuda
 }  // namespace moepool

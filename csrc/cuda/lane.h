@@ -34,6 +34,8 @@ struct Lane {
         asm("dp4a.u32.s32 %0, %1, %2, %0;" : "+r"(a) : "r"(u), "r"(q));
         return a;
     }
+    // The same of signed bytes.
+    static __device__ __forceinline__ int signed_dot(int a, int codes, int q) { return __dp4a(codes, q, a); }
 };
 
 // Panels in shared memory.

@@ -82,12 +82,9 @@ __global__ void __launch_bounds__(32 * kMostWarps) multiply_kernel(const Argumen
 
     const int64_t r = group * kPanelRows + lane;
     if (r >= a.rows) return;
-    for (int t = warp; t < tile.count; t += warps) {
-        float y = total[t][lane];
-        if (a.scale >= 0) y = __fmul_rn(y, *reinterpret_cast<const float *>(tile.record + a.scale));
-        if (a.bias >= 0) y = __fadd_rn(y, reinterpret_cast<const float *>(tile.record + a.bias)[r]);
-        a.out[int64_t{a.order[tile.first + t]} * a.rows + r] = num::finish(y);
-    }
+    for (int t = warp; t < tile.count; t += warps)
+        a.out[int64_t{a.order[tile.first + t]} * a.rows + r] =
+            finish_row(total[t][lane], tile.record, a.scale, a.bias, r);
 }
 
 template <class T>

@@ -343,7 +343,8 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         __syncthreads();
         if (thread == 0) {
             *tables.commit_count = admitted;
-            publish(tables.resolved, 1u);
+            // Only who misses an expert waits, and takes the mark away.
+            if (misses > 0) publish(tables.resolved, 1u);
         }
     }
     if (thread == 0) {

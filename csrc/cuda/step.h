@@ -44,6 +44,7 @@ struct StepTables {
     int32_t *commit_count;
     uint32_t *resolved;  // of a single token: the tables are written; 0 between steps
     uint32_t *finished;  // blocks of the last kernel; 0 between steps
+    uint32_t *arrived;   // of a single token: blocks of gate/up that are done, then of down; 0 between steps
 };
 
 // One step. Of a single token every place is a tile.
@@ -51,6 +52,7 @@ struct Step {
     const void *ids;
     int32_t bits, tokens, k;
     int32_t most_tiles;
+    uint32_t ahead, parties;  // of a single token: blocks of gate/up but the books', and with those of down
     Residents residents;
     StepTables tables;
     const void *x;  // activation rows

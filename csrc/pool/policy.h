@@ -25,8 +25,8 @@ struct PolicyConfig {
     int pinned = 0;              // pinned: so many of the first slots are never victims
 };
 
-// What is known of an expert, resident or not.
-struct Use {
+// What is known of an expert, resident or not. A device reads it in one load.
+struct alignas(16) Use {
     int64_t last;         // tick of the last step that wanted it and did not bypass
     int32_t count;        // how often it was wanted, as of `epoch`
     uint32_t epoch : 31;  // epoch_of(that tick)

@@ -1,6 +1,5 @@
 #include "store/store.h"
 
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -24,25 +23,6 @@ int64_t round_up(int64_t value, int64_t multiple) { return (value + multiple - 1
 }  // namespace
 
 std::atomic<int64_t> pinned_limit{INT64_MAX};
-
-Pages::Pages(int64_t bytes) : bytes_(bytes) {
-    void *memory =
-        mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
-    if (memory == MAP_FAILED)
-        fail(MOEPOOL_ERROR_OUT_OF_MEMORY, "host memory: %lld bytes for packed experts were refused",
-             static_cast<long long>(bytes));
-    madvise(memory, static_cast<size_t>(bytes), MADV_HUGEPAGE);  // a wish
-    data_ = static_cast<uint8_t *>(memory);
-}
-
-Pages::~Pages() { munmap(data_, static_cast<size_t>(bytes_)); }
-
-void Pages::forget(int64_t from, int64_t to) {
-    const int64_t page = sysconf(_SC_PAGESIZE);
-    from = (from + page - 1) / page * page;
-    to = to / page * page;
-    if (from < to) madvise(data_ + from, static_cast<size_t>(to - from), MADV_DONTNEED);
-}
 
 Layer::Layer(int experts, const moepool_matrix *matrices, int count) : experts_(experts) {
     int64_t offset = 0;
@@ -136,6 +116,7 @@ void Store::pack(int layer_index, int matrix, int expert, int count, const uint8
     const Layer &l = layer(layer_index);
     const int64_t groups = m.row_groups();
     const int64_t row_bytes = m.type().row_bytes(m.columns);
+    const Interruptible scope;
     std::atomic<int64_t> bad{INT64_MAX};  // expert * rows + row, the smallest
     parallel_for(count * groups, [&](int64_t item) {
         const int64_t e = item / groups, first = item % groups * kPanelRows;

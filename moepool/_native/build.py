@@ -57,12 +57,15 @@ SHARED_WITH_SIMULATOR = ("pool/residency.cpp",)
 TUNED_ARCHS = ("75", "80", "86", "89", "90", "100", "120")
 ARCH_WITHOUT_GPU = "90"
 
+AVX512_FLAGS = "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx2 -mfma -mf16c"
+
 # The instruction set of a file, by its stem. Such a file holds nothing with external linkage but its kernel
 # table: the linker could pick its copy of a shared inline function for callers that run on every machine.
 ISA_FLAGS = {
     "kernels_avx2": "-mavx2 -mfma -mf16c",
     "kernels_avxvnni": "-mavxvnni -mavx2 -mfma -mf16c",
-    "kernels_avx512": "-mavx512f -mavx512bw -mavx512vl -mavx512dq -mavx512vnni -mavx2 -mfma -mf16c",
+    "kernels_avx512": AVX512_FLAGS,
+    "kernels_amx": AVX512_FLAGS,  # its tile instructions are in assembler: older compilers do not know them
 }
 
 # Defaults stand before the user's flags and give way to them, requirements stand behind and hold. LTO would
@@ -157,6 +160,7 @@ def emit_binding(header: Path, source: Path) -> None:
 
     ffi = FFI()
     ffi.cdef(cdef(header.read_text()))
+    ffi.cdef('extern "Python" int32_t run_signal_handlers(void *);')
     recompiler.make_c_source(ffi, "moepool._native._lib", '#include "moepool.h"', str(source))
 
 

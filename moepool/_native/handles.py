@@ -95,6 +95,12 @@ def cpu_kernels() -> dict[str, bool]:
     return out
 
 
+def cpu_kernel_lacks() -> dict[str, str]:
+    """Why this machine can not run a kernel set, of those that it can not."""
+    reasons = {name: lib.moepool_cpu_kernel_lacks(i) for i, name in enumerate(cpu_kernels())}
+    return {name: _text(reason) for name, reason in reasons.items() if reason != ffi.NULL}
+
+
 def cpu_select(name: str | None) -> None:
     check(lib.moepool_cpu_select(ffi.NULL if name is None else name.encode()))
 
@@ -103,8 +109,8 @@ def cpu_selected() -> str:
     return _text(lib.moepool_cpu_selected())
 
 
-def set_threads(threads: int) -> None:
-    check(lib.moepool_set_threads(threads))
+def set_threads(threads: int, cpus: Sequence[int] = ()) -> None:
+    check(lib.moepool_set_threads_on(threads, ffi.new("int32_t[]", list(cpus)), len(cpus)))
 
 
 def get_threads() -> int:

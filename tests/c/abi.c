@@ -157,6 +157,78 @@ static void check_bad_ids(moepool_pool *pool) {
     CHECK(before.steps == after.steps && before.misses == after.misses && before.copied_bytes == after.copied_bytes);
 }
 
+/* A pool whose residents the caller changes, traces, saves and loads. */
+static void check_changes(const moepool_store *store) {
+    const moepool_admission chosen[] = {{3, 1}}, foreign[] = {{1, 0}};
+    const int32_t ahead[] = {2, 0};
+    const int32_t wanted[] = {3, 2};
+    moepool_ids step = view(wanted, 32, 1, 2);
+    moepool_pool_config config;
+    moepool_pool *pool = NULL, *other = NULL;
+    moepool_route *route = NULL;
+    moepool_trace_counts counts;
+    moepool_trace_arrays none;
+    moepool_pool_stats stats;
+    int64_t tick[2], admission_step[3], size = 0;
+    int32_t tokens[2], k[2], phase[2], bypass[2], traced[2], expert[3], slot[3], evicted[3], expert_in[3], made = 0;
+    moepool_trace_arrays arrays;
+    char state[1024];
+
+    moepool_pool_config_init(&config);
+    CHECK(config.half_life == 256 && config.period == 256 && config.protected_percent == 75 && config.guard == 0);
+    config.slots = 2;
+    config.max_slots = 3;
+    config.policy = MOEPOOL_POLICY_LFU;
+    config.half_life = 0;
+    CHECK(moepool_pool_create(store, &config, &pool) == MOEPOOL_ERROR_ARGUMENT && pool == NULL);
+    CHECK(strstr(moepool_last_error(), "half_life is 0") != NULL);
+    config.half_life = 8;
+    CHECK(moepool_pool_create(store, &config, &pool) == MOEPOOL_OK);
+    CHECK(moepool_pool_create(store, &config, &other) == MOEPOOL_OK);
+
+    CHECK(moepool_pool_trace_start(pool, 0) == MOEPOOL_OK);
+    CHECK(moepool_pool_prefetch(pool, ahead, 2, &made) == MOEPOOL_OK && made == 2);
+    CHECK(moepool_pool_resolve_chosen(pool, &step, MOEPOOL_PHASE_DECODE, foreign, 1, NULL, &route) ==
+          MOEPOOL_ERROR_ARGUMENT);
+    CHECK(moepool_pool_resolve_chosen(pool, &step, MOEPOOL_PHASE_DECODE, chosen, 1, NULL, &route) == MOEPOOL_OK);
+    moepool_route_release(route);
+    CHECK(moepool_pool_tables(pool, NULL, expert_in) == MOEPOOL_OK && expert_in[0] == 2 && expert_in[1] == 3);
+
+    CHECK(moepool_pool_trace_stop(pool) == MOEPOOL_OK);
+    CHECK(moepool_pool_trace_fetch(pool, &counts) == MOEPOOL_OK);
+    CHECK(counts.steps == 2 && counts.places == 2 && counts.admissions == 3);
+    memset(&none, 0, sizeof none);
+    CHECK(moepool_pool_trace_take(pool, &counts, &none) == MOEPOOL_ERROR_ARGUMENT);
+    arrays.tick = tick;
+    arrays.tokens = tokens;
+    arrays.k = k;
+    arrays.phase = phase;
+    arrays.bypass = bypass;
+    arrays.ids = traced;
+    arrays.admission_step = admission_step;
+    arrays.expert = expert;
+    arrays.slot = slot;
+    arrays.evicted = evicted;
+    CHECK(moepool_pool_trace_take(pool, &counts, &arrays) == MOEPOOL_OK);
+    CHECK(phase[0] == MOEPOOL_TRACE_PREFETCH && phase[1] == MOEPOOL_TRACE_DECODE && tick[0] == 0 && tick[1] == 1);
+    CHECK(tokens[0] == 0 && tokens[1] == 1 && k[1] == 2 && bypass[1] == 0 && traced[0] == 3 && traced[1] == 2);
+    CHECK(admission_step[1] == 0 && admission_step[2] == 1 && expert[2] == 3 && slot[2] == 1 && evicted[2] == 0);
+    CHECK(moepool_pool_trace_take(pool, &counts, &arrays) == MOEPOOL_ERROR_STATE);
+
+    CHECK(moepool_pool_save(pool, NULL, 0, &size) == MOEPOOL_OK && size > 0 && size <= (int64_t)sizeof state);
+    CHECK(moepool_pool_save(pool, state, size, &size) == MOEPOOL_OK);
+    CHECK(moepool_pool_load(other, state, size - 1) == MOEPOOL_ERROR_IO);
+    CHECK(moepool_pool_load(other, state, size) == MOEPOOL_OK);
+    CHECK(moepool_pool_tables(other, NULL, expert_in) == MOEPOOL_OK && expert_in[0] == 2 && expert_in[1] == 3);
+
+    CHECK(moepool_pool_resize(other, 4, &made) == MOEPOOL_ERROR_ARGUMENT);
+    CHECK(moepool_pool_resize(other, 3, &made) == MOEPOOL_OK && made == 3);
+    CHECK(moepool_pool_resize(other, 1, NULL) == MOEPOOL_OK);
+    CHECK(moepool_pool_get_stats(other, &stats) == MOEPOOL_OK && stats.slots == 1 && stats.resident == 1);
+    moepool_pool_destroy(pool);
+    moepool_pool_destroy(other);
+}
+
 int main(void) {
     moepool_pool_config config;
     moepool_route_info info;
@@ -171,6 +243,7 @@ int main(void) {
     moepool_pool_config_init(&config);
     config.slots = EXPERTS - 1;
     CHECK(moepool_pool_create(store, &config, &pool) == MOEPOOL_OK);
+    check_changes(store);
     moepool_store_destroy(store); /* the pool keeps its memory alive */
 
     CHECK(moepool_pool_resolve(pool, &wanted, MOEPOOL_PHASE_AUTO, NULL, &route) == MOEPOOL_OK);

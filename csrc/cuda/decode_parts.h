@@ -1,0 +1,165 @@
+// What the decode kernels of a single token and of more have in common.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/chunk.h"
+#include "cuda/decode_kernels.h"
+#include "cuda/launch.h"
+#include "cuda/pipeline.h"
+#include "cuda/step.h"
+
+namespace moepool {
+namespace cuda {
+namespace {
+
+// Where a matrix lies in a record.
+struct Part {
+    int64_t rows, columns, panels, row_group, bias, scale;
+    int row_groups, chunks;
+    explicit Part(const Matrix &m)
+        : rows(m.rows),
+          columns(m.columns),
+          panels(m.panels),
+          row_group(m.row_group),
+          bias(m.bias),
+          scale(m.scale),
+          row_groups(static_cast<int>(m.row_groups())),
+          chunks(static_cast<int>((m.columns + kChunkColumns - 1) / kChunkColumns)) {}
+};
+
+template <class T>
+constexpr bool kFloats = Decode<T>::kForm == Form::kFloat;
+
+// Bytes of one chunk of one activation row in shared memory.
+template <class T>
+constexpr int kStagedBytes =
+    kFloats<T> ? kChunkColumns * 4 : kChunkColumns / kBlockColumns * static_cast<int>(sizeof(ActivationBlock));
+
+template <class T>
+constexpr int kPanelBytes = 4 * kPanelRows * T::info.panel_words(kChunkColumns);
+
+template <class T>
+__device__ __forceinline__ int chunk_bytes(int width) {
+    return 4 * kPanelRows * first_word<T, 4>(width / T::info.block);
+}
+__device__ __forceinline__ int chunk_width(const Part &part, int chunk) {
+    return static_cast<int>(min(int64_t{kChunkColumns}, part.columns - int64_t{chunk} * kChunkColumns));
+}
+
+// Activations of one chunk, staged by the warp that uses them.
+template <class T>
+struct StagedRows {
+    const uint8_t *base;
+    __device__ __forceinline__ const ActivationBlock &block(int t, int b) const {
+        return reinterpret_cast<const ActivationBlock *>(base + t * kStagedBytes<T>)[b];
+    }
+    __device__ __forceinline__ float x(int t, int k) const {
+        return reinterpret_cast<const float *>(base + t * kStagedBytes<T>)[k];
+    }
+    __device__ __forceinline__ int4 q(int t, int b, int half) const {
+        return reinterpret_cast<const int4 *>(block(t, b).q)[half];
+    }
+    __device__ __forceinline__ BlockFacts facts(int t, int b) const {
+        const float4 f = *reinterpret_cast<const float4 *>(&block(t, b).d);
+        return {f.x, f.y, __float_as_uint(f.z), __float_as_uint(f.w)};
+    }
+};
+
+// From what a kernel in front wrote. It may still have been running when this one began, so L1 is passed by.
+__device__ __forceinline__ void stage_copy(uint8_t *target, const void *source, int bytes, int lane) {
+    for (int i = 16 * lane; i < bytes; i += 16 * 32)
+        *reinterpret_cast<int4 *>(target + i) =
+            __ldcg(reinterpret_cast<const int4 *>(static_cast<const uint8_t *>(source) + i));
+}
+
+// One chunk of the activation row of a place. Of a single token this is for floats alone.
+template <class T>
+__device__ __forceinline__ void stage_input(uint8_t *target, const Step &step, int place, const Part &part, int chunk,
+                                            int lane) {
+    const int64_t column = place / step.x_per_row * part.columns + int64_t{chunk} * kChunkColumns;
+    const int width = chunk_width(part, chunk);
+    if constexpr (kFloats<T>) {
+        for (int i = lane; i < width; i += 32)
+            reinterpret_cast<float *>(target)[i] = widen(step.x, step.x_dtype, column + i);
+    } else {
+        stage_copy(target, step.input + column / kBlockColumns,
+                   width / kBlockColumns * static_cast<int>(sizeof(ActivationBlock)), lane);
+    }
+}
+
+// One chunk of the hidden row of a place.
+template <class T>
+__device__ __forceinline__ void stage_hidden(uint8_t *target, const Step &step, int64_t place, const Part &part,
+                                             int chunk, int lane) {
+    const int64_t column = place * part.columns + int64_t{chunk} * kChunkColumns;
+    const int width = chunk_width(part, chunk);
+    if constexpr (kFloats<T>) {
+        // A row of floats need not be aligned to 16 bytes.
+        for (int i = lane; i < width; i += 32)
+            reinterpret_cast<float *>(target)[i] = __ldcg(step.hidden_x + column + i);
+    } else {
+        stage_copy(target, step.hidden + column / kBlockColumns,
+                   width / kBlockColumns * static_cast<int>(sizeof(ActivationBlock)), lane);
+    }
+}
+
+// A panel in shared memory times kBatch staged rows, this lane's row of weights: sums go to out[t * 32].
+template <class T, int kBatch>
+__device__ __forceinline__ void multiply_panel(const uint8_t *panel, int width, const uint8_t *staged, int lane,
+                                               float *out) {
+    const auto *words = reinterpret_cast<const uint32_t *>(panel) + lane;
+    const StagedRows<T> rows{staged};
+    float sum[kBatch] = {};
+    if (width == kChunkColumns)
+        multiply_chunk<T, SharedLane, kBatch, true>(words, width, rows, sum);
+    else if constexpr (T::info.block < kChunkColumns)
+        multiply_chunk<T, SharedLane, kBatch, false>(words, width, rows, sum);
+#pragma unroll
+    for (int t = 0; t < kBatch; ++t) out[t * 32] = sum[t];
+}
+
+// The dynamic shared memory of a block.
+struct Shared {
+    uint8_t *panels;     // [warps][stages][panel]
+    uint8_t *staged;     // chunks of activation rows
+    uint64_t *barriers;  // [warps][stages]
+    float *partial;      // [partials][32]: sums of chunks
+    float *total;        // [matrices * places][32]
+
+    __device__ Shared(uint8_t *memory, int warps, int stages, int panel_bytes, int staged_bytes, int partials)
+        : panels(memory),
+          staged(panels + warps * stages * panel_bytes),
+          barriers(reinterpret_cast<uint64_t *>(staged + staged_bytes)),
+          partial(reinterpret_cast<float *>(barriers + warps * stages)),
+          total(partial + partials * 32) {}
+};
+inline int shared_bytes(int warps, int stages, int panel_bytes, int staged_bytes, int partials, int totals) {
+    return warps * stages * (panel_bytes + 8) + staged_bytes + (partials + totals) * 128;
+}
+inline dim3 threads(const DecodeConfig &c) { return dim3(32, static_cast<unsigned>(c.warps)); }
+
+__device__ __forceinline__ void copy_tail(const Residents &residents, const DecodeTile &tile) {
+    const int threads = 32 * blockDim.y;
+    for (int64_t i = residents.tail + 16 * (32 * threadIdx.y + threadIdx.x); i < residents.record_bytes;
+         i += 16 * threads)
+        *reinterpret_cast<int4 *>(tile.fill + i) = *reinterpret_cast<const int4 *>(tile.record + i);
+}
+
+// Hidden columns 32 * group .. of a place: swiglu of a lane's two sums, then their block.
+__device__ __forceinline__ void write_hidden(const Step &step, const Part &gate, const Part &up, const uint8_t *record,
+                                             int64_t place, int64_t group, float g, float u) {
+    const int lane = threadIdx.x;
+    const int64_t r = group * kPanelRows + lane;
+    // The padding rows of the last panel enter no sum.
+    const float hidden = r < gate.rows ? num::swiglu(finish_row(g, record, gate.scale, gate.bias, r),
+                                                     finish_row(u, record, up.scale, up.bias, r))
+                                       : 0.0f;
+    if (step.hidden_x && r < gate.rows) step.hidden_x[place * gate.rows + r] = hidden;
+    if (step.hidden) store_block(quantise(hidden), lane, step.hidden + place * gate.row_groups + group);
+}
+
+}  // namespace
+}  // namespace cuda
+}  // namespace moepool
