@@ -164,6 +164,7 @@ class Trace:
             "admissions", np.empty((0, 4)) if admissions is None else admissions, np.int64, (None, 4)
         )
         self.skipped: Counter[str] = Counter()
+        self._counts: dict[TracePhase | None, npt.NDArray[np.int64]] = {}
         if np.any(np.diff(self.step) < 0):
             at = int(np.argmax(np.diff(self.step) < 0))
             raise ArgumentError(f"step falls from {self.step[at]} to {self.step[at + 1]} at row {at + 1}")
@@ -377,13 +378,18 @@ class Trace:
         Returns
         -------
         numpy.ndarray
-            int64 (layers, experts).
+            int64 (layers, experts), which must not be changed: it is counted once.
         """
+        if phase in self._counts:
+            return self._counts[phase]
         kept = slice(None) if phase is None else self.decode == (phase == "decode")
         layer, ids = self.layer[kept], self.ids[kept]
         layers, experts = self.model.layers, self.model.experts
         flat = (layer[:, None].astype(np.int64) * experts + ids)[ids >= 0]
-        return np.bincount(flat, minlength=layers * experts).reshape(layers, experts)
+        counts = np.bincount(flat, minlength=layers * experts).reshape(layers, experts)
+        counts.flags.writeable = False
+        self._counts[phase] = counts
+        return counts
 
     def hottest(self, slots: int | Sequence[int], phase: TracePhase | None = None) -> list[list[int]]:
         """For each layer the experts wanted most, most wanted first, the lower number among equals.

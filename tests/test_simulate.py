@@ -259,6 +259,15 @@ def test_a_choice_that_breaks_the_law_is_refused(choice: tuple[int, int], match:
         simulate(trace, 4, [Bad()])
 
 
+def test_nobody_is_chosen_twice() -> None:
+    class Twice(Chooser):
+        def choose(self, tick: int, wanted: Any, missing: Any, expert_in: Any) -> list[tuple[int, int]]:
+            return [(missing[0], 0), (missing[0], 1)]
+
+    with pytest.raises(moepool.ArgumentError, match="to slot 1: it is chosen twice"):
+        simulate(local_trace(5, most=1), 8, [Twice()])
+
+
 def test_the_errors_of_a_python_policy_are_its_own() -> None:
     class Broken(Chooser):
         def choose(self, *_: Any) -> list[tuple[int, int]]:
@@ -378,15 +387,14 @@ def test_it_can_be_interrupted() -> None:
     def interrupt(number: int, frame: FrameType | None) -> None:
         raise Interrupted
 
-    trace = wide_trace(100_000)
+    trace = wide_trace(200_000)
     before = signal.signal(signal.SIGALRM, interrupt)
     try:
         signal.setitimer(signal.ITIMER_REAL, 0.3)
         started = time.perf_counter()
         with pytest.raises(Interrupted):
-            for _ in range(100):
-                simulate(trace, [8, 16, 24, 32, 48, 64, 96, 112], POLICIES)
-        assert time.perf_counter() - started < 20
+            simulate(trace, range(1, 121), ["lru", "lfu", "lfru", "slru"], threads=1)
+        assert time.perf_counter() - started < 10, "the whole takes about 20 s"
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
