@@ -92,7 +92,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> l
     "policies",
     default="all",
     show_default=True,
-    help="A list: lru,lfu:half_life=64;guard,...; with options behind a colon, several joined by ;.",
+    help="Names, commas between; options follow a colon, semicolons between: lru,lfu:half_life=64;guard.",
 )
 @click.option("--profile", type=FILE, help="Trace of another run, for static-profile and pinned.")
 @click.option("--admit", type=click.IntRange(0), help="The most experts admitted a step [default: no limit].")
@@ -156,8 +156,8 @@ def simulate_command(
 
 def _budgets(slots: list[int] | None, vram: str | None, records: list[int] | None, experts: int) -> list[int]:
     source = click.get_current_context().get_parameter_source("vram")
-    if slots is not None and source == ParameterSource.ENVIRONMENT:
-        vram = None
+    if source == ParameterSource.ENVIRONMENT and (slots is not None or records is None or vram == "auto"):
+        vram = None  # it is meant for `plan`
     if slots is not None and vram is not None:
         raise ArgumentError("--slots and --vram say the same: give one of them")
     if vram is not None:

@@ -469,6 +469,9 @@ def test_the_environment_of_plan_and_simulate(files: Path, monkeypatch: pytest.M
     found = ("simulate", files / "a.moetrace", "--model", "tiny-moe", "--policy", "lru", "--json", "-")
     assert json.loads(run(*found).stdout)["runs"][0]["slots"] == [8] * 4
     assert json.loads(run(*found, "--slots", "5").stdout)["runs"][0]["slots"] == [5] * 4
+    assert "slots" in run("simulate", files / "a.moetrace", "--policy", "lru").stdout
+    monkeypatch.setenv("MOEPOOL_VRAM", "auto")
+    assert json.loads(run(*found).stdout)["runs"][0]["slots"] == [4] * 4
 
 
 def test_plan_by_the_card_that_is_there(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
