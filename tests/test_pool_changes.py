@@ -159,6 +159,7 @@ def test_fewer_slots_keep_the_experts_used_last(on: On, pool: moepool.Pool, tabl
     check(on, pool, table, np.array([[1, 3, 0, 2]], np.int32), "two slots")
     assert pool.resize(5) == 5 == pool.slots == pool.stats().slots
     assert residents(pool) == [3, 1, -1, -1, -1]
+    assert pool.stats().slot_bytes >= 5 * pool.layer.record_bytes
     step(pool, 6, 7, 8)
     assert residents(pool) == [3, 1, 6, 7, 8]
     check(on, pool, table, np.array([[6, 7, 8, 3]], np.int32), "five slots")
@@ -261,13 +262,24 @@ def test_twenty_thousand_resizes_in_a_running_replay(on: On, layer: moepool.Laye
 # ----------------------------------------------------------------------------------------------------- states
 
 
-@pytest.mark.parametrize("name", NAMES)
+# Short periods, so that what is saved matters to the rest of the trace.
+STATES = (
+    moepool.Policy("lru"),
+    moepool.Policy("static"),
+    moepool.Policy("lfu", half_life=17),
+    moepool.Policy("lfru", half_life=9, weight=3),
+    moepool.Policy("slru", protected_percent=60),
+    moepool.Policy("reelect", period=25),
+    moepool.Policy("pinned", guard=True, half_life=11),
+)
+
+
+@pytest.mark.parametrize("policy", STATES, ids=str)
 def test_a_pool_goes_on_where_another_stopped(
-    on: On, layer: moepool.Layer, table: F32, name: PolicyName, tmp_path: Path
+    on: On, layer: moepool.Layer, table: F32, policy: moepool.Policy, tmp_path: Path
 ) -> None:
-    draw = cases.Stream("states", name)
-    policy = draw_policy(draw, name)
-    options: dict[str, Any] = {"policy": policy, "hot": [2, 3] if name == "pinned" else None}
+    draw = cases.Stream("states", policy.name)
+    options: dict[str, Any] = {"policy": policy, "hot": [2, 3] if policy.name == "pinned" else None}
     trace = [skewed(draw, EXPERTS, 1, 3, i // 20) for i in range(120)]
     file = tmp_path / "state"
     with few_slots(), on.pool(layer, 5, **options) as whole, on.pool(layer, 5, **options) as first:
@@ -278,6 +290,9 @@ def test_a_pool_goes_on_where_another_stopped(
         with on.pool(layer, 5, **options) as second:
             second.load_state(file)
             assert residents(second) == residents(first)
+            again = tmp_path / "again"
+            second.save_state(again)
+            assert again.read_bytes() == file.read_bytes()
             stats = second.stats()
             assert (stats.steps, stats.copied_bytes, stats.resident) == (0, 0, first.stats().resident)
             for number, ids in enumerate(trace[60:]):
@@ -287,6 +302,20 @@ def test_a_pool_goes_on_where_another_stopped(
                 assert residents(second) == residents(whole), number
                 check(on, second, table, ids, f"step {number} after loading")
                 check(on, whole, table, ids, "the whole run")
+
+
+def test_a_loaded_pool_knows_who_was_elected(on: On, layer: moepool.Layer, tmp_path: Path) -> None:
+    policy = moepool.Policy("reelect", period=4)
+    with on.pool(layer, 1, policy=policy) as first, on.pool(layer, 1, policy=policy) as second:
+        for expert in (0, 0, 0, 2, 2, 2, 3):  # 0 is elected at step 4; of the steps since then 2 has the most
+            step(first, expert)
+        step(first, 3)  # the election of step 8: 2, which does not lie in the slot yet
+        assert residents(first) == [0]
+        first.save_state(tmp_path / "state")
+        second.load_state(tmp_path / "state")
+        for pool in (first, second):
+            step(pool, 2)
+            assert residents(pool) == [2]
 
 
 def test_states_of_other_pools_are_refused(on: On, layer: moepool.Layer, tmp_path: Path) -> None:

@@ -109,8 +109,7 @@ void Decoder::reserve(int64_t places) {
     while (room < places) room *= 2;
     auto made = std::make_unique<Workspace>(room, layer_);
     const uint32_t none = 0;
-    for (uint32_t *count : {made->finished.get(), made->resolved.get(), made->arrived.get()})
-        copy(count, &none, 1);
+    for (uint32_t *count : {made->finished.get(), made->resolved.get(), made->arrived.get()}) copy(count, &none, 1);
     workspaces_.push_back(std::move(made));
 }
 
