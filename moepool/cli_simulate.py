@@ -13,12 +13,13 @@ from click.core import ParameterSource
 from moepool.cli_trace import TOP, load, reading_options, shares_of
 from moepool.errors import ArgumentError, UnsupportedError
 from moepool.options import FILE, json_option, writable, write_json
+from moepool.plan import Plan
 from moepool.plots import plot_hit_rates, require_matplotlib
 from moepool.rates import Rates, rates_path, verdict
 from moepool.runner.info import ModelInfo
 from moepool.runner.table import format_table
 from moepool.simulate import POLICIES, Simulation, SimulationRun, simulate
-from moepool.trace import Trace, trace_model
+from moepool.trace import Trace, TraceModel, trace_model
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]I?B|)", re.IGNORECASE)
@@ -87,6 +88,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> l
     show_envvar=True,
     help="In place of --slots, memory of all slots: 2GiB,4GiB. Needs --model.",
 )
+@click.option("--plan", type=FILE, help="In place of --slots, those of a plan for each layer.")
 @click.option(
     "--policy",
     "policies",
@@ -106,6 +108,7 @@ def simulate_command(
     trace: Path,
     slots: list[int] | None,
     vram: str | None,
+    plan: Path | None,
     policies: str,
     profile: Path | None,
     admit: int | None,
@@ -132,7 +135,9 @@ def simulate_command(
     records = None if model is None else record_bytes_of(model, layers)
     found = simulate(
         loaded,
-        _budgets(slots, vram, records, loaded.model.experts),
+        _budgets(slots, vram, records, loaded.model.experts)
+        if plan is None
+        else [_planned(plan, of, layers, slots or vram)],
         _policies(policies, loaded, other),
         profile=other,
         admit=admit,
@@ -167,6 +172,14 @@ def _budgets(slots: list[int] | None, vram: str | None, records: list[int] | Non
     if slots is None:
         slots = [max(experts * eighths // 8, 1) for eighths in (1, 2, 3, 4, 6)]
     return sorted(set(slots))
+
+
+def _planned(path: Path, model: TraceModel | None, layers: Sequence[int], other: object) -> list[int]:
+    """The slots of a plan, for each of these layers."""
+    if other and click.get_current_context().get_parameter_source("vram") != ParameterSource.ENVIRONMENT:
+        raise ArgumentError("--plan says how many slots there are: give no --slots and no --vram")
+    plan = Plan.load(path, model)
+    return [plan.of(layer).slots for layer in layers]
 
 
 def _policies(text: str, trace: Trace, profile: Trace | None) -> list[str]:

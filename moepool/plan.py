@@ -12,20 +12,22 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal
 
+import numpy as np
+
 from moepool.checks import count
 from moepool.errors import ArgumentError, FormatError, StateError
 from moepool.memory import Memory, memory
 from moepool.policy import Policy
 from moepool.pool import Miss, Pool
 from moepool.rates import Rates
-from moepool.simulate import Simulation, hot_lists, policy_from, simulate
+from moepool.simulate import Simulation, SimulationRun, hot_lists, policy_from, simulate
 from moepool.store import Layer
 from moepool.trace import Trace, TraceModel
 
 __all__ = ["LayerPlan", "Plan", "Watermark", "auto_budget", "make_plan"]
 
 _VERSION = 1
-_SIZES = 32
+_SIZES = 16
 """Numbers of slots, besides none, at which a policy's hits are counted."""
 
 CANDIDATES = ("lru", "lfu", "lfru", "slru", "reelect")
@@ -219,9 +221,12 @@ class Plan:
         return plan
 
     def within(self, budget_bytes: int) -> Plan:
-        """The same with slots given out anew within another budget; expectations stay those of the trace."""
+        """The same within a smaller budget: slots are taken where they bring least, and no layer gets more
+        than it has. Expectations stay those of the whole plan."""
+        if budget_bytes >= self.slot_bytes:
+            return replace(self, budget_bytes=budget_bytes)
         slots = give_out(
-            [layer.gains for layer in self.layers],
+            [_up_to(layer.gains, layer.slots) for layer in self.layers],
             [layer.record_bytes for layer in self.layers],
             budget_bytes,
         )
@@ -317,9 +322,13 @@ def make_plan(
     plans = []
     for name in names:
         gains = _gains(swept, name)
-        slots = give_out(gains, record_bytes, budget_bytes)
-        exact = simulate(trace, [slots], [name], record_bytes=record_bytes, threads=threads)
-        plans.append(_plan(trace, exact, gains, budget_bytes, record_bytes, rates))
+        # The curves are only bounds between their corners: as many slots for all may be the better plan.
+        ways = {
+            give_out(gains, record_bytes, budget_bytes),
+            (min(budget_bytes // sum(record_bytes), experts),) * len(record_bytes),
+        }
+        exact = simulate(trace, sorted(ways), [name], record_bytes=record_bytes, threads=threads)
+        plans += [_plan(trace, exact, run, gains, budget_bytes, rates) for run in exact.runs]
     best = min(plans, key=lambda plan: (plan.seconds or 0.0, -plan.hit_rate))
     return replace(best, notes=_notes(best))
 
@@ -350,6 +359,12 @@ def _gains(swept: Simulation, policy: str) -> list[tuple[tuple[int, float], ...]
     return out
 
 
+def _up_to(gains: Sequence[tuple[int, float]], slots: int) -> list[tuple[int, float]]:
+    """The part of a curve that ends at so many slots."""
+    numbers, hits = zip(*gains, strict=True)
+    return [(n, h) for n, h in gains if n < slots] + [(slots, float(np.interp(slots, numbers, hits)))]
+
+
 def give_out(
     gains: Sequence[Sequence[tuple[int, float]]], record_bytes: Sequence[int], budget_bytes: int
 ) -> tuple[int, ...]:
@@ -378,12 +393,11 @@ def give_out(
 def _plan(
     trace: Trace,
     exact: Simulation,
+    run: SimulationRun,
     gains: list[tuple[tuple[int, float], ...]],
     budget_bytes: int,
-    record_bytes: Sequence[int],
     rates: Rates | None,
 ) -> Plan:
-    (run,) = exact.runs
     hot = hot_lists(run.policy, run.slots, trace, None, exact.layers)
     wanted = run.by_layer["hits"] + run.by_layer["misses"]
     layers = tuple(
@@ -391,12 +405,12 @@ def _plan(
             layer=layer,
             experts=exact.experts,
             slots=run.slots[i],
-            record_bytes=record_bytes[i],
+            record_bytes=record,
             hit_rate=float(run.by_layer["hits"][i] / max(wanted[i], 1)),
             hot=tuple(hot[i]) if hot else (),
             gains=gains[i],
         )
-        for i, layer in enumerate(exact.layers)
+        for i, (layer, record) in enumerate(zip(exact.layers, run.record_bytes or (), strict=True))
     )
     miss: Miss = "stream"
     seconds = None

@@ -97,7 +97,7 @@ def test_slots_go_where_they_bring_most(records: list[int]) -> None:
     plan = make_plan(trace, budget, records, policy="lru")
     slots = [layer.slots for layer in plan.layers]
     assert plan.slot_bytes <= budget
-    assert slots[0] < slots[1]
+    assert min(slots) < max(slots)
     uniform = simulate(trace, budget // sum(records), ["lru"]).runs[0]
     assert plan.hit_rate > uniform.hit_rate
     exact = simulate(trace, [slots], ["lru"]).runs[0]
@@ -105,6 +105,17 @@ def test_slots_go_where_they_bring_most(records: list[int]) -> None:
     assert [layer.hit_rate for layer in plan.layers] == pytest.approx(
         exact.by_layer["hits"] / (exact.by_layer["hits"] + exact.by_layer["misses"])
     )
+
+
+@pytest.mark.parametrize("policy", ["lru", "lfu", "static"])
+def test_a_plan_is_never_worse_than_as_many_slots_for_all(records: list[int], policy: str) -> None:
+    """Few slots bring LRU less than its curve promises."""
+    trace = local_trace(300, TINY, most=1)
+    for n in (3, 5, 8, 11, 16, 24, 31):
+        budget = n * sum(records) + 1000
+        plan = make_plan(trace, budget, records, policy=policy)
+        assert plan.slot_bytes <= budget
+        assert plan.hit_rate >= simulate(trace, n, [policy]).runs[0].hit_rate
 
 
 def test_the_policy_with_most_hits_or_least_time_is_chosen(records: list[int]) -> None:
@@ -304,6 +315,23 @@ def test_slots_give_way_to_others_and_come_back() -> None:
     assert [pool.slots for pool in pools] == [32, 28], "never more than planned"
 
 
+def test_a_plan_is_kept_where_there_is_room() -> None:
+    """Though its slots are not those that the curves alone would give."""
+    plan = plan_of(20, 20)
+    pools = [FakePool(20), FakePool(20)]
+    card = Card(pools)
+    mark = Watermark(plan, pools, "cuda:0", 100, card)  # type: ignore[arg-type]
+    assert mark.check() == 0
+    card.others = 550
+    assert mark.check() == -50
+    assert [pool.slots for pool in pools] == [20, 15]
+    card.others = 0
+    mark.check()
+    assert [pool.slots for pool in pools] == [20, 20]
+    assert plan.within(0).slot_bytes == 0
+    assert plan.within(10**9).layers == plan.layers
+
+
 def test_small_changes_are_left_alone() -> None:
     """Or two processes that watch each other would never come to rest."""
     mark, card, pools = watermark()
@@ -435,6 +463,14 @@ def test_generate_runs_by_a_plan(files: Path) -> None:
     assert slots_of("--plan", files / "plan.json") == sum(layer.slots for layer in plan.layers)
     told = run(*TEXT, "--plan", files / "plan.json", "--slots", "3", code=1).stderr
     assert "--plan says where experts live, and so does --slots" in told
+
+
+def test_simulate_takes_the_slots_of_a_plan(files: Path) -> None:
+    options = ("simulate", files / "a.moetrace", "--plan", files / "plan.json", "--policy", "lfu")
+    (found,) = json.loads(run(*options, "--json", "-").stdout)["runs"]
+    plan = Plan.load(files / "plan.json")
+    assert found["slots"] == [layer.slots for layer in plan.layers]
+    assert "give no --slots" in run(*options, "--slots", "3", code=1).stderr
 
 
 def test_arguments_go_before_the_environment(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
