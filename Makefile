@@ -9,7 +9,7 @@ PYTEST_ARGS ?=
 .PHONY: demo test build lint format clean help
 
 BIN := $(VENV)/bin
-CXX_FILES = $(shell find include csrc tests/c -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+CXX_FILES = $(shell find include csrc tests/c tests/native -name '*.h' -o -name '*.c' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 # A machine with a GPU and the CUDA toolkit also gets CuPy.
 CUDA := $(shell nvidia-smi -L >/dev/null 2>&1 && { command -v nvcc || ls /usr/local/cuda/bin/nvcc; } >/dev/null 2>&1 && echo ,cuda)
 

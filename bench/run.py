@@ -1,10 +1,10 @@
-"""Measures moepool: ``python bench/run.py decode | resolve | stream | cpu | peer``. README.md says how."""
+"""Measures moepool: ``python bench/run.py MODE``. See README.md beside this."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import closing
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +16,8 @@ if not __package__:  # started as a program: the packages bench and tests lie be
 import moepool
 from bench import cpu as cpu_layers
 from bench import decode as decode_layers
+from bench import doorbell as doorbell_trips
+from bench import hybrid as hybrid_layers
 from bench import peer as peer_layers
 from bench import resolve as resolve_steps
 from bench import stream as stream_misses
@@ -54,6 +56,24 @@ def types_option(default: str, choice: Sequence[str] = TYPES) -> Callable[[_F], 
         metavar="TYPE,...",
         help="Weight types, or all.",
     )
+
+
+threads_option = click.option(
+    "--threads",
+    type=click.IntRange(min=1),
+    help="Of the CPU.  [default: one less than it has, for one thread waits for the device]",
+)
+
+
+@contextmanager
+def cpu_threads(threads: int | None) -> Iterator[None]:
+    """Computes on so many, by default on one less than there are."""
+    before = moepool.get_threads()
+    moepool.set_threads(threads or max(1, before - 1))
+    try:
+        yield
+    finally:
+        moepool.set_threads(before)
 
 
 def tokens_option(default: str, most: int | None) -> Callable[[_F], _F]:
@@ -169,6 +189,54 @@ def stream(types: list[str], tokens: list[int], seconds: float, path: Path | Non
     report = Report("stream", stream_misses.COLUMNS, machine(gpu.name))
     stream_misses.stream(report, gpu, types, tokens, seconds)
     report.write(path)
+
+
+@main.command()
+@types_option("q4_k")
+@tokens_option("1", 16)
+@click.option(
+    "--slots",
+    callback=list_of(click.IntRange(min=0)),
+    default="0,8,16,32,64,128",
+    show_default=True,
+    metavar="S,...",
+    help="Slots of each layer.",
+)
+@threads_option
+@layers_option_of(4)
+@shape_option
+@seconds_option(1.0)
+@json_option
+def hybrid(
+    types: list[str],
+    tokens: list[int],
+    slots: list[int],
+    threads: int | None,
+    layers: int,
+    shape: Shape,
+    seconds: float,
+    path: Path | None,
+) -> None:
+    """Whole layers in a CUDA graph with few slots: misses over the link, by the CPU, or divided."""
+    gpu = Gpu()
+    with cpu_threads(threads):
+        report = Report("hybrid", hybrid_layers.COLUMNS, machine(gpu.name))
+        hybrid_layers.hybrid(report, gpu, types, tokens, slots, layers, shape, seconds)
+        report.write(path)
+
+
+@main.command()
+@threads_option
+@layers_option
+@seconds_option(0.5)
+@json_option
+def doorbell(threads: int | None, layers: int, seconds: float, path: Path | None) -> None:
+    """From a CUDA graph to the CPU and back."""
+    gpu = Gpu()
+    with cpu_threads(threads):
+        report = Report("doorbell", doorbell_trips.COLUMNS, machine(gpu.name))
+        doorbell_trips.doorbell(report, gpu, layers, seconds)
+        report.write(path)
 
 
 @main.command()

@@ -76,6 +76,29 @@ def random_trace(steps: int, layers: int, tokens: int, k: int, experts: int) -> 
     return np.argsort(words, axis=-1, kind="stable")[..., :k].astype(np.int32)
 
 
+def skewed_trace(steps: int, layers: int, tokens: int, k: int, experts: int) -> I32:
+    """Distinct experts a token, the r-th most wanted one 1 / (r + 1) as often as the first (Zipf's law).
+
+    Which is which is another matter in each layer.
+    """
+    draws = 16 * k
+    shares = (1 << 24) // np.arange(1, experts + 1)
+    ends = np.cumsum(shares)
+    trace = np.empty((steps, layers, tokens, k), np.int32)
+    for layer in range(layers):
+        stream = cases.Stream("skewed trace", tokens, k, experts, layer)
+        names = np.argsort(stream.words(experts), kind="stable").astype(np.int32)
+        drawn = np.searchsorted(ends, stream.below(int(ends[-1]), (steps, tokens, draws)), side="right")
+        # Should the draws name too few, the most wanted of the others follow.
+        drawn = np.concatenate([drawn, np.broadcast_to(np.arange(experts), (steps, tokens, experts))], axis=2)
+        for step in range(steps):
+            for token in range(tokens):
+                ranks = drawn[step, token]
+                _, first = np.unique(ranks, return_index=True)
+                trace[step, layer, token] = names[ranks[np.sort(first)[:k]]]
+    return trace
+
+
 def distinct(trace: I32) -> float:
     """Different experts that a layer wants in a step, on average."""
     wanted = trace.reshape(-1, trace.shape[2] * trace.shape[3])

@@ -13,6 +13,7 @@
 #include "cpu/threads.h"
 #include "cuda/backend.h"
 #include "error.h"
+#include "pool/doorbell.h"
 #include "pool/pool.h"
 #include "pool/route.h"
 #include "quant/types.h"
@@ -227,6 +228,34 @@ moepool_status moepool_set_pinned_limit(int64_t bytes) {
         if (bytes < 0) fail(MOEPOOL_ERROR_ARGUMENT, "a limit of %lld bytes: at least 0", static_cast<long long>(bytes));
         moepool::pinned_limit.store(bytes);
     });
+}
+
+moepool_status moepool_set_doorbell(const moepool_doorbell_settings *settings) {
+    return guarded([&] {
+        const moepool_doorbell_settings &wanted = given(settings, "settings");
+        constexpr int64_t kMost = int64_t{1} << 40;
+        if (wanted.timeout_us < 1 || wanted.timeout_us > kMost)
+            fail(MOEPOOL_ERROR_ARGUMENT, "a time-out of %lld us: at least 1 and at most %lld",
+                 static_cast<long long>(wanted.timeout_us), static_cast<long long>(kMost));
+        if (wanted.host_nodes < -1 || wanted.host_nodes > 1)
+            fail(MOEPOOL_ERROR_ARGUMENT, "host_nodes is %d: it must be -1, 0 or 1", wanted.host_nodes);
+        if (wanted.stall_us < -1 || wanted.stall_us > kMost)
+            fail(MOEPOOL_ERROR_ARGUMENT, "stall_us is %lld: it must be -1 to %lld",
+                 static_cast<long long>(wanted.stall_us), static_cast<long long>(kMost));
+        if (wanted.period == 0 || wanted.period < -INT32_MAX)
+            fail(MOEPOOL_ERROR_ARGUMENT, "period is %d: it must not be 0", wanted.period);
+        moepool::doorbell::Settings &now = moepool::doorbell::settings();
+        now.timeout_us.store(wanted.timeout_us);
+        now.host_nodes.store(wanted.host_nodes);
+        now.period.store(wanted.period);
+        now.stall_us.store(wanted.stall_us);
+    });
+}
+
+void moepool_get_doorbell(moepool_doorbell_settings *settings) {
+    if (!settings) return;
+    const moepool::doorbell::Settings &now = moepool::doorbell::settings();
+    *settings = {now.timeout_us.load(), now.host_nodes.load(), now.period.load(), now.stall_us.load()};
 }
 
 moepool_status moepool_cuda_pointer_device(const void *pointer, int32_t *device) {

@@ -137,6 +137,20 @@ MOEPOOL_API moepool_status moepool_cuda_device(int32_t device, moepool_device_in
  * from now on; a layer is pinned when its first CUDA pool is made. */
 MOEPOOL_API moepool_status moepool_set_pinned_limit(int64_t bytes);
 
+/* How steps on a device ask the CPU for what it is to compute (moepool_pool_ffn). Of the process; holds for steps that
+ * are launched or captured from then on, host_nodes for pools that have taken no step yet. */
+typedef struct moepool_doorbell_settings {
+    int64_t
+        timeout_us; /* how long a step waits for an answer: 1,000,000. A display's watchdog ends kernels after 2 s */
+    int32_t host_nodes; /* 1: a host function of the stream or graph asks, and no kernel waits: slower by some 40 us a
+                         * layer. 0: kernels wait. -1: they do where that is safe, which it is not under Windows */
+    int32_t period;     /* with miss = auto, steps of a pool from one comparison with the CPU alone to the next: 2048.
+                         * Below 0, for tests: also where the CPU has no prospect */
+    int64_t stall_us;   /* for tests: the CPU waits so long before it computes; -1: its thread ends instead; 0 */
+} moepool_doorbell_settings;
+MOEPOOL_API moepool_status moepool_set_doorbell(const moepool_doorbell_settings *settings);
+MOEPOOL_API void moepool_get_doorbell(moepool_doorbell_settings *settings);
+
 /* For those who hand arrays of other libraries in. The device that a pointer's memory is on; MOEPOOL_CPU for memory of
  * the host, page-locked or not. */
 MOEPOOL_API moepool_status moepool_cuda_pointer_device(const void *pointer, int32_t *device);
@@ -223,11 +237,15 @@ enum {
     MOEPOOL_POLICY_PINNED = 6   /* LRU, but the experts given at creation stay */
 };
 
-/* Who computes an expert that is wanted and not resident. Which experts become resident does not depend on it. */
+/* Who computes an expert that is wanted and not resident. Which experts become resident does not depend on it, but for
+ * AUTO. No bit of a result does. */
 typedef int32_t moepool_miss;
 enum {
     MOEPOOL_MISS_STREAM = 0, /* the device: from the slot just filled, or, if it got none, read in place */
-    MOEPOOL_MISS_HOST = 1    /* the CPU, where the record lies; a slot it was given is filled for later steps */
+    MOEPOOL_MISS_HOST = 1,   /* the CPU, where the record lies; a slot it was given is filled for later steps */
+    MOEPOOL_MISS_AUTO = 2    /* both, divided by measured rates so that they finish together. Of a step that the device
+                              * takes, only records that the device reads are admitted, so that who becomes resident
+                              * depends on the division there; a step that the host resolves is one of HOST */
 };
 
 typedef int32_t moepool_phase;
@@ -245,7 +263,7 @@ typedef struct moepool_pool_config {
     moepool_policy policy;
     moepool_miss miss;
     int32_t prompt_tokens; /* MOEPOOL_PHASE_AUTO takes more tokens than this for a prompt; 32 */
-    int32_t admit;         /* the most experts admitted a step; -1: no limit */
+    int32_t admit;         /* the most experts admitted a step; -1: no limit, with miss = auto 1 */
     int64_t budget_bytes; /* on CUDA, the most that this pool's slots take; what does not fit gets no slot. 0: all pools
                            * of a device take at most half of the memory that they and nobody else use. */
     int32_t hot_count;    /* STATIC, PINNED: the experts that stay, hottest first, distinct, at most `slots`; */
@@ -277,8 +295,10 @@ typedef struct moepool_pool_stats {
     int64_t evictions;
     int64_t copied_bytes;   /* records copied into slots */
     int64_t in_place_bytes; /* records of stream misses read where they lie, once a step */
-    int64_t host_bytes;     /* records of host misses computed on the CPU, once a step */
-    int32_t slots;          /* fewer than asked for if memory was short */
+    int64_t host_bytes;     /* records that the CPU computed for a device, and of host misses, once a step */
+    int64_t step_backs; /* with miss = auto: how often serving through slots lost against the CPU alone for long, and
+                         * the pool left everything to the CPU for some thousand steps */
+    int32_t slots;      /* fewer than asked for if memory was short */
     int32_t experts;
     int32_t resident;     /* slots that hold an expert now */
     int32_t leased;       /* slots that an open route pins now */
@@ -432,11 +452,16 @@ MOEPOOL_API moepool_status moepool_ffn(const moepool_route *route, const moepool
 
 /* moepool_pool_resolve, moepool_ffn and moepool_route_release in one: the same bytes, the same residency, the same
  * counts. On CUDA a decode step of up to 16 tokens and 512 places with ids in device memory, packed, is taken by the
- * device itself: no copy to the host, no synchronisation, and a CUDA graph can hold it. That wants miss = stream,
- * records that are all page-locked, and gate and up of one type; any other step is resolved by the host, and is
- * MOEPOOL_ERROR_STATE while `stream` is being captured. Steps of one pool run in the order of their calls, and evict
- * nothing that a route uses which was open when they were called, or when a graph that holds them was launched. Replays
- * of a graph must be ordered with the other uses of its pools by the caller. */
+ * device itself: no copy to the host, no synchronisation, and a CUDA graph can hold it. That wants records that are all
+ * page-locked; any other step is resolved by the host, and is MOEPOOL_ERROR_STATE while `stream` is being captured.
+ * Steps of one pool run in the order of their calls, and evict nothing that a route uses which was open when they were
+ * called, or when a graph that holds them was launched. Replays of a graph must be ordered with the other uses of its
+ * pools by the caller.
+ *
+ * What miss = host or auto leaves to the CPU, a thread of this process computes on the threads of moepool_set_threads,
+ * while the device waits: the process must run for a replay to end. If it does not answer in time
+ * (moepool_doorbell_settings), the rows of that step's places and of later ones are NaN, no later step waits, and the
+ * next call that uses the pool fails with MOEPOOL_ERROR_STATE, as do all later steps of it. */
 MOEPOOL_API moepool_status moepool_pool_ffn(moepool_pool *pool, const moepool_ids *ids, moepool_phase phase,
                                             const moepool_rows *x, const void *weights, moepool_dtype weights_dtype,
                                             float *out, void *stream);

@@ -36,7 +36,7 @@ from moepool.cpu import (
     set_threads,
     use_cpu_kernel,
 )
-from moepool.cuda import get_pinned_limit, set_pinned_limit
+from moepool.cuda import get_pinned_limit, set_doorbell, set_pinned_limit
 from moepool.errors import (
     ArgumentError,
     CudaError,
@@ -113,6 +113,7 @@ __all__ = [
     "measure_rates",
     "memory",
     "quant_types",
+    "set_doorbell",
     "set_pinned_limit",
     "set_threads",
     "simulate",

@@ -114,7 +114,9 @@ def _recording(model: Path, runner: Model, path: Path | None) -> Iterator[PoolRe
     if path is None:
         yield None
         return
-    with PoolRecorder(trace_model(model), runner.pools) as recorder:
+    # What measured times had a say in can only be repeated from what was admitted.
+    admissions = runner.placement.miss == "auto"
+    with PoolRecorder(trace_model(model), runner.pools, admissions) as recorder:
         yield recorder
     recorder.trace().save(path)
 

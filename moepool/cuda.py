@@ -23,6 +23,7 @@ __all__ = [
     "get_pinned_limit",
     "library",
     "library_of",
+    "set_doorbell",
     "set_pinned_limit",
 ]
 
@@ -214,3 +215,39 @@ def get_pinned_limit() -> int | None:
     int or None
     """
     return _pinned_limit
+
+
+# ----------------------------------------------------------------------------------------------- the doorbell
+
+
+def set_doorbell(*, timeout: float = 1.0, host_nodes: bool | None = None) -> None:
+    """Sets how steps on a CUDA device ask the CPU for the misses that it is to compute.
+
+    Holds for steps that are launched or captured from then on, `host_nodes` for pools that have taken no step
+    yet. What is not given gets its default.
+
+    Parameters
+    ----------
+    timeout : float
+        Seconds that a step waits for the CPU, at least 1e-6. After that its rows and those of later steps of
+        the pool are NaN, and calls that use the pool raise :class:`StateError`. A display's watchdog ends
+        kernels after 2 seconds.
+    host_nodes : bool, optional
+        True: a host function in the stream or graph asks, and no kernel waits; some 40 microseconds a layer
+        slower. False: kernels wait. None: kernels wait where that is safe, which it is not under Windows.
+
+    Raises
+    ------
+    ArgumentError
+        A value is wrong.
+
+    Examples
+    --------
+    >>> moepool.set_doorbell(timeout=0.5)
+    >>> moepool.set_doorbell()
+    """
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not 1e-6 <= timeout <= 1e6:
+        raise ArgumentError(f"timeout is {timeout!r}; it must be a number of seconds, 1e-6 to 1e6")
+    if host_nodes is not None and not isinstance(host_nodes, bool):
+        raise ArgumentError(f"host_nodes is {host_nodes!r}; it must be True, False or None")
+    handles.set_doorbell(timeout_us=round(timeout * 1e6), host_nodes=-1 if host_nodes is None else host_nodes)

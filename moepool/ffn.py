@@ -73,9 +73,8 @@ class ExpertFFN:
         On CUDA the device takes a step by itself if its ids are in device memory: nothing is copied to the
         host, which neither waits nor learns of the ids, and a CUDA graph can hold the call and replay it with
         new ids, activations and weights, hits or misses. That goes for decode steps of 1 to 16 tokens and up
-        to 512 places, of a pool with miss="stream" and no open route, whose records are all page-locked and
-        whose gate and up are of one type. Any other step is resolved with the help of the host, and is a
-        :class:`StateError` in a capture.
+        to 512 places, of a pool with miss="stream" and no open route, whose records are all page-locked. Any
+        other step is resolved with the help of the host, and is a :class:`StateError` in a capture.
 
         In a capture the arrays have to be packed. Keep them, and the pool, as long as the graph is replayed;
         give `out` too, unless the library keeps what it allocates in a capture, as PyTorch does. Steps of a

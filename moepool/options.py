@@ -73,10 +73,10 @@ def placement_options(command: _F) -> _F:
             ),
             click.option(
                 "--miss",
-                type=click.Choice(["stream", "host"]),
+                type=click.Choice(["stream", "host", "auto"]),
                 default="stream",
                 show_default=True,
-                help="Who computes an expert without a slot: the device or the CPU.",
+                help="Who computes an expert without a slot: the device, the CPU, or both.",
                 **_environment("MISS"),
             ),
             click.option(

@@ -25,7 +25,7 @@ __all__ = ["Miss", "Phase", "Pool", "PoolMatrix", "PoolStats", "Route"]
 
 log = logging.getLogger("moepool")
 
-Miss = Literal["stream", "host"]
+Miss = Literal["stream", "host", "auto"]
 Phase = Literal["auto", "decode", "prompt"]
 
 _INT64 = 2**63 - 1
@@ -52,7 +52,10 @@ class PoolStats:
     in_place_bytes : int
         Records of "stream" misses read where they lie, once a step.
     host_bytes : int
-        Records of "host" misses computed on the CPU, once a step.
+        Records that the CPU computed, of "host" misses and of what "auto" left to it, once a step.
+    step_backs : int
+        With "auto", on CUDA: how often serving through slots lost against the CPU alone for long, so that the
+        pool left everything to the CPU for some thousand steps.
     slots, experts : int
     resident : int
         Slots that hold an expert now.
@@ -76,6 +79,7 @@ class PoolStats:
     copied_bytes: int
     in_place_bytes: int
     host_bytes: int
+    step_backs: int
     slots: int
     experts: int
     resident: int
@@ -145,9 +149,13 @@ class Pool:
         "cpu", "cuda" or "cuda:N".
     policy : str or Policy
         Which experts become resident: a :class:`Policy`, or the name of one with its defaults: "lru" evicts
-        the expert used longest ago, "static" holds the experts of `hot` and no others.
-    miss : {"stream", "host"}
-        Who computes a wanted expert that is not resident: the device, or the CPU.
+        the expert used longest ago, "static" holds the experts of `hot` and no others. None is "lru", with
+        miss="auto" "lfu" with `guard` and a half life of 1024 steps.
+    miss : {"stream", "host", "auto"}
+        Who computes a wanted expert that is not resident: the device, the CPU, or both, divided by rates
+        that the pool measures while it runs, so that they finish together. With "auto" whom a step of the
+        device admits depends on that division, and so on time; :meth:`trace` records it, and results never
+        depend on it.
     hot : sequence of int, optional
         For "static" and "pinned": the experts that stay, hottest first, distinct, at most `slots`. For
         "static" None takes the first `slots` experts.
@@ -155,7 +163,7 @@ class Pool:
         Steps of more tokens than this are prompts unless :meth:`resolve` is told otherwise: they use what is
         resident and leave the pool as it is.
     admit : int, optional
-        The most experts admitted a step; None sets no limit.
+        The most experts admitted a step; None sets no limit, with miss="auto" a limit of 1.
     budget_bytes : int, optional
         On CUDA, the most memory that the slots take; what does not fit gets no slot. None lets all pools of a
         device together take half of the memory that they and nobody else use.
@@ -212,7 +220,7 @@ class Pool:
         slots: int,
         *,
         device: str = "cpu",
-        policy: Policy | PolicyName = "lru",
+        policy: Policy | PolicyName | None = None,
         miss: Miss = "stream",
         hot: Sequence[int] | npt.NDArray[np.integer[Any]] | None = None,
         prompt_tokens: int = 32,
@@ -225,6 +233,8 @@ class Pool:
                 f"layer is a {type(layer).__name__}; it must be a layer of a store, store[0] for example"
             )
         slots = count("slots", slots)
+        if policy is None:  # what "auto" lets in has to be worth the link
+            policy = Policy("lfu", guard=True, half_life=1024) if miss == "auto" else "lru"
         policy = policy_of(policy)
         if hot is not None and policy.name not in ("static", "pinned"):
             raise ArgumentError(f"hot belongs to the policies 'static' and 'pinned', not to {policy.name!r}")
@@ -253,6 +263,7 @@ class Pool:
             admit=-1 if admit is None else count("admit", admit),
             budget_bytes=0 if budget_bytes is None else count("budget_bytes", budget_bytes, 1, _INT64),
         )
+        self._told_of_step_back = False
         stats = self.stats()
         self.slots = stats.slots
         self._budget_bytes = budget_bytes
@@ -616,6 +627,13 @@ class Pool:
             The pool is closed.
         """
         counts = self._handle.stats()
+        if counts["step_backs"] and not self._told_of_step_back:
+            self._told_of_step_back = True
+            log.warning(
+                "%r: serving through slots was slower than the CPU alone for long, so the CPU computes "
+                "everything for now; fewer slots, or none, would do as well",
+                self,
+            )
         return PoolStats(**{f.name: counts[f.name] for f in fields(PoolStats)})
 
     def residents(self) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32]]:

@@ -32,7 +32,7 @@ def run(*arguments: str | Path, code: int = 0) -> Result:
 
 def test_it_starts_as_a_program_from_anywhere(tmp_path: Path) -> None:
     printed = run_program(sys.executable, RUN, "--help", cwd=tmp_path)
-    for mode in ("decode", "resolve", "stream", "cpu", "peer"):
+    for mode in ("decode", "resolve", "stream", "hybrid", "doorbell", "cpu", "peer"):
         assert mode in printed
         assert "--json" in run(mode, "--help").stdout
 

@@ -103,8 +103,22 @@ def assert_in_step(pool: moepool.Pool, law: moepool.Pool, what: object) -> None:
 
 SIZES = {1: (259, 67), 32: (288, 96), 256: (512, 256)}  # by block: columns of gate and up, and of down
 DOWN_ROWS = 45
-PAIRS = [(qtype, qtype) for qtype in cases.TYPES]
-PAIRS += [("q4_k", "q6_k"), ("q8_0", "f32"), ("bf16", "mxfp4"), ("iq4_nl", "q3_k")]
+TRIPLES = [(qtype,) * 3 for qtype in cases.TYPES]  # gate, up, down
+TRIPLES += [(gate, gate, down) for gate, down in (("q4_k", "q6_k"), ("q8_0", "f32"), ("bf16", "mxfp4"))]
+TRIPLES += [("iq4_nl", "iq4_nl", "q3_k")]
+# Passes of their own: both quantised, floats and quantised, both floats.
+TRIPLES += [
+    ("q4_k", "q6_k", "q8_0"),
+    ("iq4_nl", "q3_k", "f16"),
+    ("mxfp4", "q5_1", "f32"),
+    ("q2_k", "iq4_xs", "q5_k"),
+]
+TRIPLES += [
+    ("q8_0", "f32", "q4_0"),
+    ("bf16", "q5_0", "q6_k"),
+    ("f16", "bf16", "q4_1"),
+    ("f32", "f16", "bf16"),
+]
 TOKENS = (1, 2, 3, 8, 16)
 KINDS = (*cases.ID_KINDS, "out of range")
 SLOTS = (0, 3, EXPERTS // 2, EXPERTS)
@@ -174,11 +188,17 @@ def steps_of(hidden: int) -> list[Step]:
     return [step_of(kind, tokens, hidden, number) for number, (kind, tokens) in enumerate(mixed)]
 
 
-def layer_of_types(gate: str, down: str) -> moepool.Layer:
-    """Rows and columns that fill no panel and no chunk, scales and biases."""
-    hidden, width = SIZES[cases.LAYOUTS[gate].block][0], SIZES[cases.LAYOUTS[down].block][1]
-    shapes = {"gate": (gate, width, hidden), "up": (gate, width, hidden), "down": (down, DOWN_ROWS, width)}
-    draw = cases.Stream("decode", gate, down)
+def hidden_of(gate: str, up: str) -> int:
+    """Columns that both types can have."""
+    return SIZES[max(cases.LAYOUTS[gate].block, cases.LAYOUTS[up].block)][0]
+
+
+def layer_of_types(gate: str, down: str, up: str = "") -> moepool.Layer:
+    """Rows and columns that fill no panel and no chunk, scales and biases. Up is of gate's type unless said."""
+    up = up or gate
+    hidden, width = hidden_of(gate, up), SIZES[cases.LAYOUTS[down].block][1]
+    shapes = {"gate": (gate, width, hidden), "up": (up, width, hidden), "down": (down, DOWN_ROWS, width)}
+    draw = cases.Stream("decode", gate, up, down)
     return ffn_layer(
         {
             name: cases.tame_blocks(qtype, EXPERTS * rows, columns, "decode", name).reshape(EXPERTS, rows, -1)
@@ -190,11 +210,11 @@ def layer_of_types(gate: str, down: str) -> moepool.Layer:
     )
 
 
-@pytest.mark.parametrize(("gate", "down"), PAIRS, ids=lambda qtype: str(qtype))
-def test_every_step_is_the_cpus(gate: str, down: str, cupy: Any) -> None:
+@pytest.mark.parametrize(("gate", "up", "down"), TRIPLES, ids=lambda qtype: str(qtype))
+def test_every_step_is_the_cpus(gate: str, up: str, down: str, cupy: Any) -> None:
     """Every other one in a graph, the first of a pool among them."""
-    layer = layer_of_types(gate, down)
-    steps = steps_of(SIZES[cases.LAYOUTS[gate].block][0])
+    layer = layer_of_types(gate, down, up)
+    steps = steps_of(hidden_of(gate, up))
     for number, slots in enumerate(SLOTS):
         for options in OPTIONS:
             with (
@@ -202,7 +222,9 @@ def test_every_step_is_the_cpus(gate: str, down: str, cupy: Any) -> None:
                 moepool.Pool(layer, slots, device=DEVICE, **options) as pool,
                 moepool.Pool(layer, slots, **options) as law,
             ):
-                follow(cupy, pool, law, steps, number % 2, f"{gate} and {down}, {slots} slots, {options}")
+                follow(
+                    cupy, pool, law, steps, number % 2, f"{gate}, {up} and {down}, {slots} slots, {options}"
+                )
 
 
 def follow(
@@ -294,11 +316,12 @@ def test_a_long_trace_with_prompts_between(cupy: Any, layer: moepool.Layer) -> N
         assert_same(get(y), right, f"step {step}")
 
 
-# Three layers of other types and sizes, whose activations have the same size.
+# Layers of other types and sizes, whose activations have the same size.
 CHAIN = (
     cases.Ffn("first", 256, 256, EXPERTS, 2, "q4_k", "q4_k", "q6_k"),
     cases.Ffn("second", 256, 96, EXPERTS, 2, "q8_0", "q8_0", "mxfp4"),
     cases.Ffn("third", 256, 45, EXPERTS, 2, "f16", "f16", "f32"),
+    cases.Ffn("fourth", 256, 96, EXPERTS, 2, "q4_k", "q5_0", "q5_0"),
 )
 
 
@@ -306,7 +329,7 @@ CHAIN = (
 def test_ten_thousand_replays_while_everything_is_evicted(
     tokens: int, slots: int, cupy: Any, kernel: Callable[[str], Any]
 ) -> None:
-    """A graph of three layers, recorded before their pools ever ran. A kernel before each layer writes new
+    """A graph of four layers, recorded before their pools ever ran. A kernel before each layer writes new
     activations, ids and weights, one after it keeps the result."""
     steps, layers, hidden, k, x_rows = 10_000, len(CHAIN), 256, 2, 499
     draw = cases.Stream("replays", tokens)
@@ -441,7 +464,6 @@ def test_steps_that_need_the_host_are_refused_and_the_capture_goes_on(
     cupy: Any, layer: moepool.Layer
 ) -> None:
     stream = cupy.cuda.Stream(non_blocking=True)
-    mixed = cases.FFNS[1]  # gate and up of two types
     moepool.set_pinned_limit(0)
     try:
         with pytest.warns(moepool.MoePoolWarning, match="page-locked"):
@@ -449,7 +471,6 @@ def test_steps_that_need_the_host_are_refused_and_the_capture_goes_on(
     finally:
         moepool.set_pinned_limit(None)
     on_host = moepool.Pool(layer, 4, device=DEVICE, miss="host")
-    two_types = moepool.Pool(layer_of(mixed), 4, device=DEVICE)
     pool = moepool.Pool(layer, 4, device=DEVICE)
     refused: list[tuple[str, moepool.Pool, cases.Ffn, int, int, dict[str, Any]]] = [
         ("ids in host memory", pool, SMALL, 2, 2, {}),
@@ -457,7 +478,6 @@ def test_steps_that_need_the_host_are_refused_and_the_capture_goes_on(
         ("528 places", pool, SMALL, 16, 33, {}),
         ("a prompt", pool, SMALL, 2, 2, {"phase": "prompt"}),
         ("miss='host'", on_host, SMALL, 2, 2, {}),
-        ("gate and up of two types", two_types, mixed, 2, 3, {}),
         ("pageable records", pageable, SMALL, 2, 2, {}),
     ]
     right, calls = [], []
@@ -751,13 +771,17 @@ def test_a_pool_says_who_takes_a_step(cupy: Any, layer: moepool.Layer) -> None:
             assert pool.describe(1, 4).startswith("device: ")
     with moepool.Pool(layer, 3, device=DEVICE, miss="host") as pool:
         assert pool.describe(1, 4).startswith("host: misses")
+    with moepool.Pool(layer_of(cases.FFNS[1]), 3, device=DEVICE) as pool:  # gate and up of two types
+        for tokens in (1, 16):
+            told = pool.describe(tokens, 3)
+            assert told.startswith("device: gate, of q4_k") and "then up, of iq4_xs" in told
 
 
-@pytest.mark.parametrize("qtype", ["f32", "q8_0"])
+@pytest.mark.parametrize(("qtype", "up"), [("f32", "f32"), ("q8_0", "q8_0"), ("q8_0", "f16")])
 @pytest.mark.parametrize("k", [33, 200, 512])
-def test_many_places_of_one_token(qtype: str, k: int, cupy: Any) -> None:
+def test_many_places_of_one_token(qtype: str, up: str, k: int, cupy: Any) -> None:
     """Taken by the device if its shared memory holds their sums, else by the host: the bytes are the same."""
-    layer = layer_of_types(qtype, qtype)
+    layer = layer_of_types(qtype, qtype, up)
     draw = cases.Stream("many places", qtype, str(k))
     x = draw.bell((1, layer.matrices["gate"].columns)).astype(np.float32)
     ids = (np.arange(k, dtype=np.int32) % (EXPERTS + 1) - 1)[None]

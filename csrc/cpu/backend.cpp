@@ -60,6 +60,8 @@ struct Slice {
 
     int64_t tokens() const { return last - first; }
     int64_t places() const { return tokens() * route.k(); }
+    const int32_t *order() const { return route.order().data(); }
+    int64_t base() const { return first * route.k(); }  // the first place, as order() counts
     int32_t id(int64_t place) const { return route.ids()[static_cast<size_t>(first * route.k() + place)]; }
 
     // Each expert of the slice with its places, as positions of order(); one with very many is there several times.
@@ -98,12 +100,12 @@ struct Tile {
 
 // Calls body(group, row group, places of the slice, their number) for every row group of each group's expert, at most
 // kMostRows places at once.
-template <class Body>
-void each_tile(const Slice &slice, const std::vector<Route::Group> &groups, int64_t row_groups, const Body &body) {
-    const int64_t base = slice.first * slice.route.k();
+template <class Places, class Body>
+void each_tile(const Places &slice, const std::vector<Route::Group> &groups, int64_t row_groups, const Body &body) {
+    const int64_t base = slice.base();
     parallel_for(static_cast<int64_t>(groups.size()) * row_groups, [&](int64_t item) {
         const Route::Group &group = groups[static_cast<size_t>(item / row_groups)];
-        const int32_t *order = slice.route.order().data() + group.first;
+        const int32_t *order = slice.order() + group.first;
         for (int64_t done = 0; done < group.count; done += kMostRows) {
             int64_t places[kMostRows];
             const int count = static_cast<int>(std::min<int64_t>(kMostRows, group.count - done));
@@ -114,8 +116,8 @@ void each_tile(const Slice &slice, const std::vector<Route::Group> &groups, int6
 }
 
 // out (places of the slice, rows) of one matrix for the given experts. `of` gives the activation row of a place.
-template <class Of>
-void multiply(const Slice &slice, const std::vector<Route::Group> &groups, const Matrix &m, const Of &of, float *out) {
+template <class Places, class Of>
+void multiply(const Places &slice, const std::vector<Route::Group> &groups, const Matrix &m, const Of &of, float *out) {
     each_tile(slice, groups, m.row_groups(),
               [&](const Route::Group &group, int64_t r, const int64_t *places, int count) {
                   Activation activations[kMostRows];
@@ -146,12 +148,11 @@ void elementwise(int64_t count, const Body &body) {
 }
 
 // gate, up, swiglu, down for the groups: out (places of the slice, rows of down). Rows of other places are not written.
-void chain(const Slice &slice, const std::vector<Route::Group> &groups, const moepool_rows &x, float *out) {
-    const std::vector<Matrix> &matrices = slice.route.pool().layer().matrices();
+// per_row places share a row of the input.
+template <class Places, class Input>
+void chain(const Places &slice, const std::vector<Route::Group> &groups, const std::vector<Matrix> &matrices,
+           const Input &input, int64_t per_row, float *out) {
     const Matrix &gate = matrices[0], &up = matrices[1], &down = matrices[2];
-    const int64_t k = slice.route.k(), per_row = x.per_place ? 1 : k;
-    const ActivationRows input(x, slice.first * k / per_row, slice.places() / per_row, gate.columns,
-                               !is_quantised(gate) || !is_quantised(up), is_quantised(gate) || is_quantised(up));
     // A row group of gate and up is a block of the hidden row, so one item takes both to a piece of down's activations.
     ActivationRows hidden(slice.places(), down.columns, !is_quantised(down), is_quantised(down));
     each_tile(slice, groups, gate.row_groups(),
@@ -166,6 +167,15 @@ void chain(const Slice &slice, const std::vector<Route::Group> &groups, const mo
                   for (int i = 0; i < count; ++i) hidden.put(places[i], row, rows, g.rows[i]);
               });
     multiply(slice, groups, down, [&](int64_t place) { return hidden[place]; }, out);
+}
+
+void chain(const Slice &slice, const std::vector<Route::Group> &groups, const moepool_rows &x, float *out) {
+    const std::vector<Matrix> &matrices = slice.route.pool().layer().matrices();
+    const bool quantised = is_quantised(matrices[0]), other = is_quantised(matrices[1]);
+    const int64_t per_row = x.per_place ? 1 : slice.route.k();
+    const ActivationRows input(x, slice.base() / per_row, slice.places() / per_row, matrices[0].columns,
+                               !quantised || !other, quantised || other);
+    chain(slice, groups, matrices, input, per_row, out);
 }
 
 // Calls body(slice, its groups) for slices of the route's tokens, so that no prompt is too long.
@@ -256,6 +266,47 @@ void cpu_cold_chain(const Route &route, const moepool_rows &x, float *out) {
         clear_others(slice, groups, columns, rows);
         chain(slice, groups, x, rows);
     });
+}
+
+// The places of a device's request, and its activation rows as the device has made them.
+struct Requested {
+    const std::vector<int32_t> &sorted;
+    int64_t count;
+    int64_t places() const { return count; }
+    const int32_t *order() const { return sorted.data(); }
+    int64_t base() const { return 0; }
+};
+struct RequestedRows {
+    const uint8_t *input;
+    int64_t columns;
+    bool quantised;
+    Activation operator[](int64_t row) const {
+        const int64_t chunks = (columns + kChunkColumns - 1) / kChunkColumns;
+        return quantised ? Activation{nullptr, reinterpret_cast<const ActivationChunk *>(input) + row * chunks}
+                         : Activation{reinterpret_cast<const float *>(input) + row * columns, nullptr};
+    }
+};
+
+void cpu_answer(const Layer &layer, const doorbell::Work &work) {
+    const int64_t places = work.tokens * work.k;
+    thread_local std::vector<int32_t> order;  // of the places, by expert
+    thread_local std::vector<Route::Group> groups;
+    order.clear();
+    groups.clear();
+    for (int64_t p = 0; p < places; ++p)
+        if (work.experts[p] >= 0 && work.experts[p] < layer.experts()) order.push_back(static_cast<int32_t>(p));
+    std::sort(order.begin(), order.end(), [&](int32_t a, int32_t b) {
+        return work.experts[a] != work.experts[b] ? work.experts[a] < work.experts[b] : a < b;
+    });
+    for (size_t i = 0; i < order.size(); ++i) {
+        const int32_t expert = work.experts[order[i]];
+        if (i == 0 || work.experts[order[i - 1]] != expert)
+            groups.push_back({expert, -1, layer.record(expert), static_cast<int64_t>(i), 0});
+        ++groups.back().count;
+    }
+    const Matrix &gate = layer.matrices()[0];
+    chain(Requested{order, places}, groups, layer.matrices(),
+          RequestedRows{work.input, gate.columns, is_quantised(gate)}, work.per_row, work.rows);
 }
 
 }  // namespace moepool

@@ -60,8 +60,14 @@ __device__ __forceinline__ void store_block(const Quantised &made, int lane, Act
     }
 }
 
-// Four neighbouring blocks by one warp, a lane four columns. inside: the lane's block is there.
-__device__ __forceinline__ void quantise_four(const float (&value)[4], bool inside, int lane, ActivationBlock *block) {
+// Four neighbouring blocks by one warp, a lane four columns of a block: the lane's codes as a word, and the facts of
+// its block, of which `sum` and `other` are right in the first of its eight lanes.
+struct QuantisedFour {
+    uint32_t codes;
+    int sum, other;
+    float d, e;
+};
+__device__ __forceinline__ QuantisedFour quantise_four(const float (&value)[4]) {
     uint32_t largest = 0;
 #pragma unroll
     for (int i = 0; i < 4; ++i) largest = max(largest, num::bits(value[i]) & 0x7fffffffu);
@@ -69,26 +75,32 @@ __device__ __forceinline__ void quantise_four(const float (&value)[4], bool insi
     for (int step = 1; step < 8; step *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, step));
     const float a = num::from_bits(largest);
     const bool plain = !num::nonfinite(largest) && a >= 0x1p-118f;
-    const float d = plain ? num::mp_div(a, 127.0f) : num::nonfinite(largest) ? num::nan() : 0.0f;
     const float r = plain ? num::mp_div(127.0f, a) : 0.0f;
-    uint32_t codes = 0;
-    int sum = 0;
+    QuantisedFour made = {};
+    made.d = plain ? num::mp_div(a, 127.0f) : num::nonfinite(largest) ? num::nan() : 0.0f;
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
         const int code = plain ? num::rint_int(num::mp_mul(value[i], r)) : 0;
-        codes |= (static_cast<uint32_t>(code) & 0xffu) << (8 * i);
-        sum += code;
+        made.codes |= (static_cast<uint32_t>(code) & 0xffu) << (8 * i);
+        made.sum += code;
     }
-    sum += __shfl_xor_sync(~0u, sum, 1);
-    sum += __shfl_xor_sync(~0u, sum, 2);
-    const int other = __shfl_xor_sync(~0u, sum, 4);
+    made.sum += __shfl_xor_sync(~0u, made.sum, 1);
+    made.sum += __shfl_xor_sync(~0u, made.sum, 2);
+    made.other = __shfl_xor_sync(~0u, made.sum, 4);
+    made.e = num::mp_mul(made.d, static_cast<float>(made.sum + made.other));
+    return made;
+}
+
+// The same, stored. inside: the lane's block is there.
+__device__ __forceinline__ void quantise_four(const float (&value)[4], bool inside, int lane, ActivationBlock *block) {
+    const QuantisedFour made = quantise_four(value);
     if (!inside) return;
-    reinterpret_cast<uint32_t *>(block->q)[lane % 8] = codes;
+    reinterpret_cast<uint32_t *>(block->q)[lane % 8] = made.codes;
     if (lane % 8 == 0) {
-        block->d = d;
-        block->e = num::mp_mul(d, static_cast<float>(sum + other));
-        block->sum0 = sum;
-        block->sum1 = other;
+        block->d = made.d;
+        block->e = made.e;
+        block->sum0 = made.sum;
+        block->sum1 = made.other;
     }
 }
 

@@ -194,7 +194,7 @@ class CudaBackend : public Backend {
     }
 
   private:
-    static bool on_host(const Route &route) { return route.pool().miss() == MOEPOOL_MISS_HOST; }
+    static bool on_host(const Route &route) { return route.pool().miss() != MOEPOOL_MISS_STREAM; }
     static CudaSlots &slots(const Route &route) {
         return static_cast<CudaSlots &>(const_cast<Slots &>(route.pool().slots()));
     }

@@ -13,6 +13,14 @@ namespace {
 
 constexpr int kMostBooks = 40 << 10;  // bytes of shared memory that resolve takes: any device has them
 
+bool together(const Layer &layer) { return cuda::together(layer.matrices()[0], layer.matrices()[1]); }
+// Gate or up.
+bool any_quantised(const Layer &layer) { return layer.matrices()[0].quantised() || layer.matrices()[1].quantised(); }
+StepConfig configure(const Layer &layer, int64_t tokens, int64_t k) {
+    const std::vector<Matrix> &m = layer.matrices();
+    return configure_step(m[0], m[1], m[2], tokens, k);
+}
+
 }  // namespace
 
 // Tables and rows of a step of up to so many places, with what the types of the layer need.
@@ -23,7 +31,9 @@ struct Decoder::Workspace {
     DeviceMemory<DecodeTile> tiles;
     DeviceMemory<Commit> commits;
     DeviceMemory<ActivationBlock> input, hidden;
-    DeviceMemory<float> hidden_x, rows;
+    DeviceMemory<float> gated, hidden_x, rows;
+    DeviceMemory<int32_t> hosted;
+    int bell_buffer = -1;
 
     Workspace(int64_t count, const Layer &layer)
         : places(count),
@@ -36,10 +46,12 @@ struct Decoder::Workspace {
           arrived(1),
           tiles(count),
           commits(count),
-          input(layer.matrices()[0].quantised() ? count * layer.matrices()[0].columns / kBlockColumns : 0),
+          input(any_quantised(layer) ? count * layer.matrices()[0].columns / kBlockColumns : 0),
           hidden(layer.matrices()[2].quantised() ? count * layer.matrices()[2].columns / kBlockColumns : 0),
+          gated(together(layer) ? 0 : count * layer.matrices()[0].rows),
           hidden_x(layer.matrices()[2].quantised() ? 0 : count * layer.matrices()[2].columns),
-          rows(count * layer.matrices()[2].rows) {}
+          rows(count * layer.matrices()[2].rows),
+          hosted(count) {}
 
     StepTables tables() const {
         return {ids.get(),          order.get(),    tiles.get(),    tile_count.get(), commits.get(),
@@ -48,13 +60,14 @@ struct Decoder::Workspace {
 };
 
 Decoder::Decoder(int device, const Layer &layer, const std::vector<const uint8_t *> &records, int slots, uint8_t *arena,
-                 const PolicyConfig &policy, int admit)
+                 const PolicyConfig &policy, int admit, std::unique_ptr<Doorbell> doorbell)
     : device_(device),
       layer_(layer),
       slots_(slots),
       arena_(arena),
       policy_(policy),
       admit_(admit),
+      doorbell_(std::move(doorbell)),
       state_(1),
       slot_of_(layer.experts()),
       expert_in_(slots),
@@ -81,9 +94,7 @@ Decoder::~Decoder() {
 }
 
 const char *Decoder::refuses(const Layer &layer, int slots) {
-    const std::vector<Matrix> &m = layer.matrices();
-    if (m.size() != 3) return "the layer is not gate, up and down";
-    if (m[0].type_index != m[1].type_index) return "gate and up differ in type";
+    if (layer.matrices().size() != 3) return "the layer is not gate, up and down";
     if (resolve_shared_bytes(layer.experts(), slots) > kMostBooks) return "the layer has too many experts";
     return nullptr;
 }
@@ -92,15 +103,23 @@ const char *Decoder::refuses(int64_t tokens, int64_t k) const {
     if (tokens < 1 || tokens > kMostDecodeTokens) return "a decode step on the device has 1 to 16 tokens";
     if (tokens * k > kMostDecodePlaces) return "a decode step on the device has at most 512 places";
     const OnDevice on(device_);
-    if (!configure_step(layer_.matrices()[0], layer_.matrices()[2], tokens, k).fits())
+    if (!configure(layer_, tokens, k).fits())
         return "the device has too little shared memory for so many places a token";
     return nullptr;
 }
 
 std::string Decoder::describe(int64_t tokens, int64_t k) const {
     const OnDevice on(device_);
-    const StepConfig config = configure_step(layer_.matrices()[0], layer_.matrices()[2], tokens, k);
-    return "gate/up " + config.gate_up.text() + ", down " + config.down.text();
+    const StepConfig config = configure(layer_, tokens, k);
+    const char *misses = !doorbell_              ? ""
+                         : doorbell_->by_nodes() ? "; misses by the CPU, asked by a node of the graph"
+                                                 : "; misses by the CPU, asked through a doorbell";
+    const std::string down = ", down " + config.down.text() + misses;
+    if (together(layer_)) return "gate/up " + config.gate_up.text() + down;
+    const auto pass = [&](int matrix, const DecodeConfig &c) {
+        return layer_.matrices()[static_cast<size_t>(matrix)].type().name + (", " + c.text());
+    };
+    return "gate, of " + pass(0, config.gate_up) + ", then up, of " + pass(1, config.up) + down;
 }
 
 void Decoder::reserve(int64_t places) {
@@ -110,6 +129,7 @@ void Decoder::reserve(int64_t places) {
     auto made = std::make_unique<Workspace>(room, layer_);
     const uint32_t none = 0;
     for (uint32_t *count : {made->finished.get(), made->resolved.get(), made->arrived.get()}) copy(count, &none, 1);
+    if (doorbell_) made->bell_buffer = doorbell_->add_buffer(room);
     workspaces_.push_back(std::move(made));
 }
 
@@ -143,9 +163,10 @@ void Decoder::run(const moepool_ids &ids, const moepool_rows &x, const void *wei
     step.bits = ids.bits;
     step.tokens = static_cast<int32_t>(tokens);
     step.k = static_cast<int32_t>(k);
-    // Of more tokens: at most one a place, or full ones and a short one an expert.
+    step.single = tokens == 1 && together(layer_);
+    // Unless single: at most one a place, or full ones and a short one an expert.
     step.most_tiles =
-        static_cast<int32_t>(tokens == 1 ? k : std::min(places, layer_.experts() + places / kMostDecodeTokens));
+        static_cast<int32_t>(step.single ? k : std::min(places, layer_.experts() + places / kMostDecodeTokens));
     step.ahead = static_cast<uint32_t>(k * gate.row_groups());
     step.parties = step.ahead + static_cast<uint32_t>(down.row_groups());
     step.residents = {layer_.experts(), slot_of_.get(), records_.get(), arena_, layer_.record_bytes(), layer_.tail()};
@@ -154,9 +175,14 @@ void Decoder::run(const moepool_ids &ids, const moepool_rows &x, const void *wei
     step.x_dtype = x.dtype;
     step.x_per_row = x.per_place ? 1 : step.k;
     step.input = w.input.get();
+    step.gated = w.gated.get();
     step.hidden = w.hidden.get();
     step.hidden_x = w.hidden_x.get();
     step.rows = w.rows.get();
+    if (doorbell_) {
+        step.bell = doorbell_->bell(w.bell_buffer, w.hosted.get());
+        doorbell_->wake();
+    }
     step.weights = weights;
     step.weights_dtype = weights_dtype;
     step.out = out;
@@ -169,11 +195,14 @@ void Decoder::run(const moepool_ids &ids, const moepool_rows &x, const void *wei
     arguments.uses = uses_.get();
     arguments.leases = leases_.get();
     arguments.bad_id = bad_id_.get();
-    arguments.row_elements = gate.quantised() ? places / step.x_per_row * gate.columns : 0;
+    arguments.row_elements = any_quantised(layer_) ? places / step.x_per_row * gate.columns : 0;
+    arguments.columns = gate.columns;
+    arguments.quantised = gate.quantised();
     // A step that stops half way has changed the books but not the slots.
     whole_ = false;
-    if (tokens > 1) resolve(step, arguments, stream);
+    if (!step.single) resolve(step, arguments, stream);
     gate_up(gate, up, step, arguments, stream);
+    if (doorbell_) doorbell_->ask(stream);
     down_and_combine(down, step, stream);
     whole_ = true;
     captured_ = captured_ || in_graph;
@@ -225,6 +254,11 @@ DeviceSteps::Counts Decoder::store(Residency::Snapshot &residency) {
     copy(residency.slot_of.data(), slot_of_.get(), residency.slot_of.size());
     copy(residency.uses.data(), uses_.get(), residency.uses.size());
     copy(residency.expert_in.data(), expert_in_.get(), residency.expert_in.size());
+    if (doorbell_) {
+        BellState bell;
+        copy(&bell, doorbell_->state(), 1);
+        state.counts.step_backs = bell.course.step_backs;
+    }
     return state.counts;
 }
 

@@ -5,9 +5,12 @@
 //   down      a block computes 32 outputs of a tile; of a single token, of all its places, and combines them
 //   combine   for more tokens than one
 //
-// Of a single token there are but two kernels. Hits need only a look-up, which gate/up and down do themselves; resolve
-// is a block of gate/up that runs beside the others, and x is quantised where it is used. Down begins when every block
-// of gate/up runs, asks for its weights, and waits for a count of those that are done.
+// Gate and up of two types are two kernels, so that none is made for pairs of types: gate leaves its rows to up. A
+// single token is then taken as several are.
+//
+// Else there are but two kernels of a single token. Hits need only a look-up, which gate/up and down do themselves;
+// resolve is a block of gate/up that runs beside the others, and x is quantised where it is used. Down begins when
+// every block of gate/up runs, asks for its weights, and waits for a count of those that are done.
 //
 // A tile's record is read where it lies: in a slot, or in page-locked host memory over the link. If the step admits the
 // expert, the blocks that read its panels write them into its slot as well, so that a miss crosses the link once. Next
@@ -20,6 +23,7 @@
 #include <memory>
 #include <vector>
 
+#include "cuda/doorbell.h"
 #include "cuda/resolve.h"
 #include "cuda/runtime.h"
 #include "moepool.h"
@@ -34,9 +38,9 @@ namespace cuda {
 class Decoder : public DeviceSteps {
   public:
     // records: by expert, where its record lies in page-locked host memory as the device addresses it. slots: the most
-    // that there will be.
+    // that there will be. doorbell: NULL if the device computes every miss.
     Decoder(int device, const Layer &layer, const std::vector<const uint8_t *> &records, int slots, uint8_t *arena,
-            const PolicyConfig &policy, int admit);
+            const PolicyConfig &policy, int admit, std::unique_ptr<Doorbell> doorbell);
     ~Decoder() override;
     Decoder(const Decoder &) = delete;
     Decoder &operator=(const Decoder &) = delete;
@@ -53,6 +57,7 @@ class Decoder : public DeviceSteps {
     void trace(int64_t words) override;
     int64_t take_trace(std::vector<uint32_t> &words) override;
     BadId take_bad_id() override;
+    std::string failure() const override { return doorbell_ ? doorbell_->failure() : std::string(); }
 
   private:
     struct Workspace;
@@ -71,6 +76,7 @@ class Decoder : public DeviceSteps {
     uint8_t *const arena_;
     const PolicyConfig policy_;
     const int admit_;
+    const std::unique_ptr<Doorbell> doorbell_;
     Stream side_;  // of copies that are no part of a step, also while one is captured
     DeviceMemory<DeviceState> state_;
     DeviceMemory<int32_t> slot_of_, expert_in_, leases_;

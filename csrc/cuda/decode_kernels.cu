@@ -1,5 +1,7 @@
 #include "cuda/decode_kernels.h"
 
+#include <algorithm>
+
 #include "cuda/launch.h"
 
 namespace moepool {
@@ -7,8 +9,8 @@ namespace cuda {
 
 namespace {
 
-const DecodeKernels &kernels(const Matrix &matrix, int64_t tokens) {
-    return (tokens == 1 ? single_kernels : tile_kernels)[matrix.type_index];
+const DecodeKernels &kernels(const Matrix &matrix, bool single) {
+    return (single ? single_kernels : tile_kernels)[matrix.type_index];
 }
 
 constexpr int kStaticShared = 8 << 10;  // more than any of the kernels has besides
@@ -22,12 +24,16 @@ void load_decode_kernels(const Matrix &matrix) {
         table[matrix.type_index].load(most_dynamic_bytes());
 }
 
-StepConfig configure_step(const Matrix &gate, const Matrix &down, int64_t tokens, int64_t k) {
-    return {kernels(gate, tokens).gate_up_config(gate), kernels(down, tokens).down_config(down, k)};
+StepConfig configure_step(const Matrix &gate, const Matrix &up, const Matrix &down, int64_t tokens, int64_t k) {
+    const bool single = tokens == 1;
+    if (together(gate, up))
+        return {kernels(gate, single).gate_up_config(gate), kernels(down, single).down_config(down, k), {}};
+    const auto pass = [&](const Matrix &m) { return kernels(m, false).down_config(m, k); };
+    return {pass(gate), pass(down), pass(up)};
 }
 
 bool StepConfig::fits() const {
-    return gate_up.shared_bytes <= most_dynamic_bytes() && down.shared_bytes <= most_dynamic_bytes();
+    return std::max({gate_up.shared_bytes, up.shared_bytes, down.shared_bytes}) <= most_dynamic_bytes();
 }
 
 std::string DecodeConfig::text() const {
@@ -37,11 +43,13 @@ std::string DecodeConfig::text() const {
 
 void gate_up(const Matrix &gate, const Matrix &up, const Step &step, const ResolveArguments &arguments,
              cudaStream_t stream) {
-    kernels(gate, step.tokens).gate_up(gate, up, step, arguments, stream);
+    if (together(gate, up)) return kernels(gate, step.single).gate_up(gate, up, step, arguments, stream);
+    half_kernels[gate.type_index](gate, false, step, stream);
+    half_kernels[up.type_index](up, true, step, stream);
 }
 
 void down_and_combine(const Matrix &down, const Step &step, cudaStream_t stream) {
-    kernels(down, step.tokens).down(down, step, stream);
+    kernels(down, step.single).down(down, step, stream);
 }
 
 }  // namespace cuda

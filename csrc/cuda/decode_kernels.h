@@ -23,19 +23,22 @@ struct DecodeConfig {
 
 struct StepConfig {
     DecodeConfig gate_up, down;
+    DecodeConfig up;  // if it is a pass of its own: gate_up is gate's then
     // Whether the current device has the shared memory.
     bool fits() const;
 };
 
 // Loads the kernels of a matrix' type, so that no capture meets one that is not loaded.
 void load_decode_kernels(const Matrix &matrix);
-StepConfig configure_step(const Matrix &gate, const Matrix &down, int64_t tokens, int64_t k);
-// Of a single token this resolves too.
+// Gate and up of one type are multiplied together. Else each is a pass over tiles, also of a single token.
+inline bool together(const Matrix &gate, const Matrix &up) { return gate.type_index == up.type_index; }
+StepConfig configure_step(const Matrix &gate, const Matrix &up, const Matrix &down, int64_t tokens, int64_t k);
+// If the step is single, this resolves too.
 void gate_up(const Matrix &gate, const Matrix &up, const Step &step, const ResolveArguments &arguments,
              cudaStream_t stream);
 void down_and_combine(const Matrix &down, const Step &step, cudaStream_t stream);
 
-// What these do for one type of weights, of a single token and of more.
+// What these do for one type of weights: single steps, and tiles.
 struct DecodeKernels {
     void (*load)(int shared_bytes);
     void (*gate_up)(const Matrix &, const Matrix &, const Step &, const ResolveArguments &, cudaStream_t);
@@ -44,6 +47,9 @@ struct DecodeKernels {
     DecodeConfig (*down_config)(const Matrix &, int64_t k);
 };
 extern const DecodeKernels single_kernels[kTypeCount], tile_kernels[kTypeCount];
+// Gate, or up behind it, as a pass over tiles. Its configuration is that of down.
+using LaunchHalf = void (*)(const Matrix &, bool is_up, const Step &, cudaStream_t);
+extern const LaunchHalf half_kernels[kTypeCount];
 // The most dynamic shared memory that a block of them can have on the current device.
 int most_dynamic_bytes();
 

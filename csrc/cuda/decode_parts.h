@@ -147,17 +147,24 @@ __device__ __forceinline__ void copy_tail(const Residents &residents, const Deco
         *reinterpret_cast<int4 *>(tile.fill + i) = *reinterpret_cast<const int4 *>(tile.record + i);
 }
 
-// Hidden columns 32 * group .. of a place: swiglu of a lane's two sums, then their block.
-__device__ __forceinline__ void write_hidden(const Step &step, const Part &gate, const Part &up, const uint8_t *record,
-                                             int64_t place, int64_t group, float g, float u) {
+// Hidden columns 32 * group .. of a place, one a lane, as down wants them. Columns of padding are 0.
+__device__ __forceinline__ void store_hidden(const Step &step, const Part &part, int64_t place, int64_t group,
+                                             float hidden) {
     const int lane = threadIdx.x;
     const int64_t r = group * kPanelRows + lane;
+    if (step.hidden_x && r < part.rows) step.hidden_x[place * part.rows + r] = hidden;
+    if (step.hidden) store_block(quantise(hidden), lane, step.hidden + place * part.row_groups + group);
+}
+
+// The same from a lane's two sums.
+__device__ __forceinline__ void write_hidden(const Step &step, const Part &gate, const Part &up, const uint8_t *record,
+                                             int64_t place, int64_t group, float g, float u) {
+    const int64_t r = group * kPanelRows + threadIdx.x;
     // The padding rows of the last panel enter no sum.
     const float hidden = r < gate.rows ? num::swiglu(finish_row(g, record, gate.scale, gate.bias, r),
                                                      finish_row(u, record, up.scale, up.bias, r))
                                        : 0.0f;
-    if (step.hidden_x && r < gate.rows) step.hidden_x[place * gate.rows + r] = hidden;
-    if (step.hidden) store_block(quantise(hidden), lane, step.hidden + place * gate.row_groups + group);
+    store_hidden(step, gate, place, group, hidden);
 }
 
 }  // namespace

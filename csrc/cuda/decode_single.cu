@@ -2,6 +2,7 @@
 #include <algorithm>
 
 #include "cuda/decode_parts.h"
+#include "cuda/doorbell_device.h"
 #include "cuda/resolve_block.h"
 
 namespace moepool {
@@ -19,36 +20,39 @@ constexpr int kQuickExperts = 128;  // of which a warp reads the whole map at on
 // The expert of a place, looked up here so that its weights are asked for at once: hits need nothing from the books.
 struct Looked {
     const uint8_t *record;  // NULL: skipped
-    bool missing;
+    bool missing;           // the books are to be asked
     bool invalid;
+    bool host;  // the CPU computes it: only the books say so
 };
 __device__ __forceinline__ int64_t id_of(const Step &step, int place) {
     return step.bits == 64 ? __ldcg(static_cast<const long long *>(step.ids) + place)
                            : int64_t{__ldcg(static_cast<const int *>(step.ids) + place)};
 }
-__device__ __forceinline__ Looked found(const Step &step, int64_t id, int slot) {
+__device__ __forceinline__ Looked found(const Step &step, int64_t id, int slot, bool host_has_all) {
     return {slot >= 0 ? step.residents.arena + slot * step.residents.record_bytes : step.residents.records[id],
-            slot < 0, false};
+            slot < 0 || host_has_all, false, false};
 }
 __device__ __forceinline__ Looked look_up(const Step &step, int place) {
+    const bool host_has_all = hosts_all(step.bell);  // asked for beside the others
     const int64_t id = id_of(step, place);
-    if (id < 0 || id >= step.residents.experts) return {nullptr, false, id != -1};
-    return found(step, id, __ldcg(step.residents.slot_of + id));
+    if (id < 0 || id >= step.residents.experts) return {nullptr, false, id != -1, false};
+    return found(step, id, __ldcg(step.residents.slot_of + id), host_has_all);
 }
 // The same by a warp, which does not wait for the id before it asks for the slot.
 __device__ __forceinline__ Looked look_up_together(const Step &step, int place, int lane) {
     const int experts = step.residents.experts;
     if (experts > kQuickExperts) return look_up(step, place);
+    const bool host_has_all = hosts_all(step.bell);
     int slots[kQuickExperts / 32];
 #pragma unroll
     for (int i = 0; i < kQuickExperts / 32; ++i)
         slots[i] = 32 * i + lane < experts ? __ldcg(step.residents.slot_of + 32 * i + lane) : -1;
     const int64_t id = id_of(step, place);
-    if (id < 0 || id >= experts) return {nullptr, false, id != -1};
+    if (id < 0 || id >= experts) return {nullptr, false, id != -1, false};
     int mine = slots[0];
 #pragma unroll
     for (int i = 1; i < kQuickExperts / 32; ++i) mine = id / 32 == i ? slots[i] : mine;
-    return found(step, id, __shfl_sync(~0u, mine, static_cast<int>(id % 32)));
+    return found(step, id, __shfl_sync(~0u, mine, static_cast<int>(id % 32)), host_has_all);
 }
 
 __device__ __forceinline__ void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
@@ -114,6 +118,7 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, 2)
     let_the_next_kernel_start();
     if (blockIdx.x == 0) {
         resolve_block(step, arguments, memory);  // beside the others
+        if (warp == 0 && lane == 0 && !step.bell.by_nodes && has_answer(step.bell)) poll_answer(step.bell);
         return;
     }
     __shared__ Looked found_here;
@@ -142,6 +147,23 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, 2)
         if (warp == 0 && lane == 0) arrive(step);
         return;
     }
+    uint8_t *fill = nullptr;
+    bool host = false;
+    const auto ask_the_books = [&] {  // only they say whether it is to be kept
+        uint32_t resolved = 0;
+        while (!resolved)
+            asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(resolved) : "l"(step.tables.resolved) : "memory");
+        fill = step.tables.tiles[place].fill;
+        host = step.tables.tiles[place].host;
+        if (fill && group == 0) copy_tail(step.residents, {looked.record, fill, 0, 0, 0});
+    };
+    // With a CPU to compute it, it may not have to be read at all.
+    const bool asks_first = looked.missing && step.bell.state;
+    if (asks_first) ask_the_books();
+    if (host && !fill) {
+        if (warp == 0 && lane == 0) arrive(step);
+        return;
+    }
     for (int s = 0; s < stages; ++s)
         if (const int unit = warp + s * warps; unit < units) panels.fetch(looked.record + offset(unit), bytes(unit));
     if constexpr (!kFloats<T>) {
@@ -151,14 +173,7 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, 2)
         }
         __syncthreads();
     }
-    uint8_t *fill = nullptr;
-    if (looked.missing) {  // only the books say whether it is to be kept
-        uint32_t resolved = 0;
-        while (!resolved)
-            asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(resolved) : "l"(step.tables.resolved) : "memory");
-        fill = step.tables.tiles[place].fill;
-        if (fill && group == 0) copy_tail(step.residents, {looked.record, fill, 0, 0});
-    }
+    if (looked.missing && !asks_first) ask_the_books();
     float sums[2] = {};  // of warp 0
     for (int first = 0; first < units; first += warps * rounds) {
         const int end = min(units, first + warps * rounds);
@@ -171,7 +186,7 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, 2)
             }
             const uint8_t *panel = panels.take();
             if (fill) panels.copy_out(panel, fill + offset(unit), bytes(unit));
-            multiply_panel<T, 1>(panel, width, staged, lane, shared.partial + (unit - first) * 32 + lane);
+            if (!host) multiply_panel<T, 1>(panel, width, staged, lane, shared.partial + (unit - first) * 32 + lane);
             if (fill) panels.finish_stores();
             __syncwarp();
             const int next = unit + warps * stages;
@@ -188,7 +203,7 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, 2)
         }
         if (end < units) __syncthreads();
     }
-    if (warp == 0) write_hidden(step, gate, up, looked.record, place, group, sums[0], sums[1]);
+    if (warp == 0 && !host) write_hidden(step, gate, up, looked.record, place, group, sums[0], sums[1]);
     __syncwarp();
     if (warp == 0 && lane == 0) arrive(step);
 }
@@ -209,29 +224,40 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
         return down.panels + group * down.row_group + unit % down.chunks * kPanelBytes<T>;
     };
     const auto bytes = [&](int unit) { return chunk_bytes<T>(chunk_width(down, unit % down.chunks)); };
-    const auto source = [&](int unit) {
-        const uint8_t *record = looked[unit / down.chunks].record;
-        return record ? record + offset(unit) : nullptr;
-    };
+    // What the CPU computes is read only to be kept.
+    const auto reads = [&](int place) { return looked[place].record && (!looked[place].host || fill_of(step, place)); };
     Panels panels(shared.panels + warp * stages * kPanelBytes<T>, shared.barriers + warp * stages, stages,
                   kPanelBytes<T>, lane);
+    const bool may_change_course = course_is_due(step.bell);
     for (int j = 32 * warp + lane; j < k; j += 32 * warps) {
         looked[j] = look_up(step, j);
         weights[j] = widen(step.weights, step.weights_dtype, j);
     }
     for (int j = warp; j < k; j += warps) shared.total[j * 32 + lane] = 0.0f;
     __syncthreads();
-    // The weights are asked for while gate/up is still at work.
+    bool missing = false;
+    for (int j = 0; j < k; ++j) missing |= looked[j].missing;
+    // The weights are asked for while gate/up is still at work, unless the CPU may have them.
+    const bool asks = missing && step.bell.state;
+    __shared__ uint2 awaited;  // places that the CPU computes, and the epoch of the request
+    if (asks) {
+        if (warp == 0 && lane == 0) wait_for_all_ahead(step);
+        __syncthreads();
+        if (warp == warps - 1 && lane == 31)
+            awaited = {static_cast<uint32_t>(__ldcg(&step.bell.state->places)), __ldcg(&step.bell.state->epoch)};
+        for (int j = 32 * warp + lane; j < k; j += 32 * warps)
+            if (looked[j].missing) looked[j].host = __ldcg(&step.tables.tiles[j].host);
+        __syncthreads();
+    }
     const auto fetch = [&](int unit) {
-        if (const uint8_t *record = source(unit)) panels.fetch(record, bytes(unit));
+        const int place = unit / down.chunks;
+        if (reads(place)) panels.fetch(looked[place].record + offset(unit), bytes(unit));
     };
     for (int s = 0; s < stages; ++s)
         if (warp + s * warps < units) fetch(warp + s * warps);
-    bool missing = false;
-    for (int j = 0; j < k; ++j) missing |= looked[j].missing;
     let_the_next_kernel_start();
     if (warp == 0 && lane == 0) {
-        wait_for_all_ahead(step);
+        if (!asks) wait_for_all_ahead(step);
         // Blocks of gate/up with a missing expert have waited for the books.
         if (group == 0 && missing) *step.tables.resolved = 0;
     }
@@ -239,18 +265,20 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
     for (int first = 0; first < units; first += warps * rounds) {
         const int end = min(units, first + warps * rounds);
         for (int unit = first + warp; unit < end; unit += warps)
-            if (looked[unit / down.chunks].record)
+            if (looked[unit / down.chunks].record && !looked[unit / down.chunks].host)
                 stage_hidden<T>(shared.staged + (unit - first) * kStagedBytes<T>, step, unit / down.chunks, down,
                                 unit % down.chunks, lane);
         __syncwarp();
         for (int unit = first + warp; unit < end; unit += warps) {
             const int place = unit / down.chunks, chunk = unit % down.chunks;
-            if (looked[place].record) {
+            if (reads(place)) {
                 uint8_t *fill = looked[place].missing ? fill_of(step, place) : nullptr;
                 const uint8_t *panel = panels.take();
                 if (fill) panels.copy_out(panel, fill + offset(unit), bytes(unit));
-                multiply_panel<T, 1>(panel, chunk_width(down, chunk), shared.staged + (unit - first) * kStagedBytes<T>,
-                                     lane, shared.partial + (unit - first) * 32 + lane);
+                if (!looked[place].host)
+                    multiply_panel<T, 1>(panel, chunk_width(down, chunk),
+                                         shared.staged + (unit - first) * kStagedBytes<T>, lane,
+                                         shared.partial + (unit - first) * 32 + lane);
                 if (fill) panels.finish_stores();
                 __syncwarp();
             }
@@ -260,7 +288,7 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
         __syncthreads();
         // Each place's chunks of these rounds, in their order; behind the last of them, its output.
         for (int j = first / down.chunks + warp; j * down.chunks < end; j += warps) {
-            if (!looked[j].record) continue;
+            if (!looked[j].record || looked[j].host) continue;
             float total = shared.total[j * 32 + lane];
             for (int u = max(first, j * down.chunks); u < min(end, (j + 1) * down.chunks); ++u)
                 total = __fadd_rn(total, shared.partial[(u - first) * 32 + lane]);
@@ -268,6 +296,17 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
                 total = finish_row(total, looked[j].record, down.scale, down.bias, r);
             shared.total[j * 32 + lane] = total;
         }
+        __syncthreads();
+    }
+    if (asks && awaited.x) {
+        if (warp == 0 && lane == 0) {
+            note_ready(step.bell);
+            if (step.bell.by_nodes && group == 0) poll_answer(step.bell);
+            await_answer(step.bell, awaited.y);
+        }
+        __syncthreads();
+        for (int j = warp; j < k; j += warps)
+            if (looked[j].host && r < down.rows) shared.total[j * 32 + lane] = cold_row(step.bell, j, down.rows, r);
         __syncthreads();
     }
     if (warp == 0 && r < down.rows) {
@@ -281,13 +320,15 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
     }
     wait_for_kernels_in_front();  // for the kernel behind, which waits for this one alone
     // Every block has looked its slots up and filled its part when the last one is here: now the map may change.
-    if (!missing) return;
-    const int commit_count = __ldcg(step.tables.commit_count);
-    if (commit_count == 0) return;
+    if (warp == 0 && lane == 0) note_end(step.bell);
+    const bool course_changes = may_change_course && changes_course(step.bell);
+    const int commit_count = missing ? __ldcg(step.tables.commit_count) : 0;
+    if (commit_count == 0 && !course_changes) return;
     __threadfence();
     __syncthreads();
     if (warp > 0 || lane > 0 || atomicAdd(step.tables.finished, 1u) + 1 < gridDim.x) return;
     *step.tables.finished = 0;
+    if (course_changes) step.bell.state->all_host = step.bell.state->next_all_host;
     for (int i = 0; i < commit_count; ++i) {
         const Commit commit = step.tables.commits[i];
         if (commit.evicted >= 0) step.residents.slot_of[commit.evicted] = -1;
@@ -337,8 +378,8 @@ void launch_gate_up(const Matrix &gate, const Matrix &up, const Step &step, cons
 template <class T>
 void launch_down(const Matrix &down, const Step &step, cudaStream_t stream) {
     const DecodeConfig c = down_config<T>(down, step.k);
-    launch(down_single<T>, step.parties - step.ahead, threads(c), c.shared_bytes, stream, step, Part(down), c.stages,
-           c.rounds);
+    launch_behind(!step.bell.by_nodes, down_single<T>, step.parties - step.ahead, threads(c), c.shared_bytes, stream,
+                  step, Part(down), c.stages, c.rounds);
 }
 
 template <class T>

@@ -1,13 +1,15 @@
-// A decode step of more tokens than one, on the device.
+// A decode step of more tokens than one, or of gate and up of two types, on the device.
 #include "cuda/decode_parts.h"
+#include "cuda/doorbell_device.h"
 
 namespace moepool {
 namespace cuda {
 
 namespace {
 
-constexpr int kTileWarps = 8;  // of a block, at most
-constexpr int kSubBatch = 2;   // places that a panel is multiplied with at once
+constexpr int kTileWarps = 8;          // of a block, at most
+constexpr int kSubBatch = 2;           // places that a panel is multiplied with at once
+constexpr unsigned kAnswerBlocks = 8;  // of down_tiles, that take the CPU's answer
 // Bytes of panels in flight in a block: enough to hide the memory's latency, little enough that several blocks fit a
 // multiprocessor.
 constexpr int kBudget = 40 << 10;
@@ -41,13 +43,14 @@ class TileProduct {
                 float *out = shared_.partial + warp * kMostDecodeTokens * 32 + lane;
                 const uint8_t *panel = nullptr;
                 for (int t = 0; t < tile_.count; t += kSubBatch) {
-                    const int n = min(kSubBatch, tile_.count - t);
+                    const int n = tile_.host ? 0 : min(kSubBatch, tile_.count - t);
                     for (int i = 0; i < n; ++i) stage(staged + i * kStagedBytes<T>, places[t + i], chunk);
                     __syncwarp();
                     if (!panel) {
                         panel = panels_.take();
                         if (tile_.fill) panels_.copy_out(panel, tile_.fill + offset(unit), chunk_bytes<T>(width));
                     }
+                    if (n == 0) break;  // the CPU computes it: it is only kept
                     if (n == 1)
                         multiply_panel<T, 1>(panel, width, staged, lane, out + t * 32);
                     else
@@ -88,6 +91,17 @@ class TileProduct {
     const Shared &shared_;
 };
 
+// Written by a kernel in front, which may have been running when this one began: past L1.
+__device__ __forceinline__ DecodeTile read_tile(const Step &step, int index) {
+    static_assert(sizeof(DecodeTile) == 32, "two loads");
+    DecodeTile tile;
+    auto *words = reinterpret_cast<ulonglong2 *>(&tile);
+    const auto *from = reinterpret_cast<const ulonglong2 *>(step.tables.tiles + index);
+    words[0] = __ldcg(from);
+    words[1] = __ldcg(from + 1);
+    return tile;
+}
+
 __device__ __forceinline__ void read_places(const Step &step, const DecodeTile &tile, int *places) {
     const int thread = 32 * threadIdx.y + threadIdx.x;
     if (thread < tile.count) places[thread] = __ldcg(step.tables.order + tile.first + thread);
@@ -108,8 +122,9 @@ __global__ void __launch_bounds__(32 * kTileWarps, 3)
                   kPanelBytes<T>, lane);
     wait_for_kernels_in_front();
     let_the_next_kernel_start();
-    if (index >= *step.tables.tile_count) return;
-    const DecodeTile tile = step.tables.tiles[index];
+    if (index >= __ldcg(step.tables.tile_count)) return;
+    const DecodeTile tile = read_tile(step, index);
+    if (tile.host && !tile.fill) return;
     const int64_t base[2] = {gate.panels + group * gate.row_group, up.panels + group * up.row_group};
     TileProduct<T, 2> product(tile, base, gate, stages, panels, shared);
     product.begin();
@@ -117,26 +132,82 @@ __global__ void __launch_bounds__(32 * kTileWarps, 3)
     if (tile.fill && group == 0) copy_tail(step.residents, tile);
     product.run(places,
                 [&](uint8_t *target, int place, int chunk) { stage_input<T>(target, step, place, gate, chunk, lane); });
+    if (tile.host) return;
     for (int t = warp; t < tile.count; t += warps)
         write_hidden(step, gate, up, tile.record, places[t], group, shared.total[t * 32 + lane],
                      shared.total[(kMostDecodeTokens + t) * 32 + lane]);
 }
 
+// Gate or up, if they differ in type. Gate leaves its rows to up, which makes the hidden ones.
 template <class T>
-__global__ void __launch_bounds__(32 * kTileWarps, 3) down_tiles(const Step step, const Part down, int stages) {
+__global__ void __launch_bounds__(32 * kTileWarps, 3)
+    half_tiles(const Step step, const Part part, bool is_up, int stages) {
     extern __shared__ __align__(128) uint8_t memory[];
     __shared__ int places[kMostDecodeTokens];
     const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y;
-    const int group = static_cast<int>(blockIdx.x % down.row_groups);
+    const int group = static_cast<int>(blockIdx.x % part.row_groups);
     const int64_t r = int64_t{group} * kPanelRows + lane;
-    const int index = static_cast<int>(blockIdx.x / down.row_groups);
+    const int index = static_cast<int>(blockIdx.x / part.row_groups);
+    const Shared shared(memory, warps, stages, kPanelBytes<T>, warps * kSubBatch * kStagedBytes<T>,
+                        warps * kMostDecodeTokens);
+    Panels panels(shared.panels + warp * stages * kPanelBytes<T>, shared.barriers + warp * stages, stages,
+                  kPanelBytes<T>, lane);
+    // Gate lets up start only when it has seen the end of resolve: for up, the tiles are there.
+    const auto wait = [] {
+        wait_for_kernels_in_front();
+        let_the_next_kernel_start();
+    };
+    if (!is_up) wait();
+    bool empty = index >= __ldcg(step.tables.tile_count);
+    const DecodeTile tile = read_tile(step, empty ? 0 : index);
+    empty = empty || (tile.host && !tile.fill);
+    const int64_t base[1] = {part.panels + group * part.row_group};
+    TileProduct<T, 1> product(tile, base, part, stages, panels, shared);
+    if (!empty) product.begin();
+    if (is_up) wait();
+    if (empty) return;
+    read_places(step, tile, places);
+    if (tile.fill && group == 0 && !is_up) copy_tail(step.residents, tile);
+    product.run(places,
+                [&](uint8_t *target, int place, int chunk) { stage_input<T>(target, step, place, part, chunk, lane); });
+    if (tile.host) return;
+    for (int t = warp; t < tile.count; t += warps) {
+        const int64_t place = places[t];
+        float row = 0.0f;  // as the padding of the last panel, which enters no sum
+        if (r < part.rows) row = finish_row(shared.total[t * 32 + lane], tile.record, part.scale, part.bias, r);
+        if (is_up) {
+            if (r < part.rows) row = num::swiglu(__ldcg(step.gated + place * part.rows + r), row);
+            store_hidden(step, part, place, group, row);
+        } else if (r < part.rows) {
+            step.gated[place * part.rows + r] = row;
+        }
+    }
+}
+
+// The first `answer_blocks` blocks take the CPU's answer.
+template <class T>
+__global__ void __launch_bounds__(32 * kTileWarps, 3)
+    down_tiles(const Step step, const Part down, int stages, unsigned answer_blocks) {
+    extern __shared__ __align__(128) uint8_t memory[];
+    __shared__ int places[kMostDecodeTokens];
+    const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y;
+    if (blockIdx.x < answer_blocks) {
+        wait_for_kernels_in_front();
+        let_the_next_kernel_start();
+        return take_answer(step, down.rows, static_cast<int>(blockIdx.x), static_cast<int>(answer_blocks));
+    }
+    const unsigned job = blockIdx.x - answer_blocks;
+    const int group = static_cast<int>(job % down.row_groups);
+    const int64_t r = int64_t{group} * kPanelRows + lane;
+    const int index = static_cast<int>(job / down.row_groups);
     const Shared shared(memory, warps, stages, kPanelBytes<T>, warps * kSubBatch * kStagedBytes<T>,
                         warps * kMostDecodeTokens);
     Panels panels(shared.panels + warp * stages * kPanelBytes<T>, shared.barriers + warp * stages, stages,
                   kPanelBytes<T>, lane);
     // Gate/up lets this kernel start only when it has seen the end of resolve: the tiles are there.
-    const bool empty = index >= __ldcg(step.tables.tile_count);
-    const DecodeTile tile = step.tables.tiles[empty ? 0 : index];
+    const bool none = index >= __ldcg(step.tables.tile_count);
+    const DecodeTile tile = read_tile(step, none ? 0 : index);
+    const bool empty = none || (tile.host && !tile.fill);
     const int64_t base[1] = {down.panels + group * down.row_group};
     TileProduct<T, 1> product(tile, base, down, stages, panels, shared);
     if (!empty) product.begin();
@@ -147,7 +218,8 @@ __global__ void __launch_bounds__(32 * kTileWarps, 3) down_tiles(const Step step
     product.run(places, [&](uint8_t *target, int place, int chunk) {
         stage_hidden<T>(target, step, place, down, chunk, lane);
     });
-    if (r >= down.rows) return;
+    if (warp == 0 && lane == 0) note_ready(step.bell);
+    if (tile.host || r >= down.rows) return;
     for (int t = warp; t < tile.count; t += warps)
         step.rows[places[t] * down.rows + r] =
             finish_row(shared.total[t * 32 + lane], tile.record, down.scale, down.bias, r);
@@ -169,6 +241,7 @@ __global__ void combine_tiles(const Step step, int64_t columns) {
         y = id == -1 ? y : next;
     }
     step.out[i] = num::finish(y);
+    if (threadIdx.x == 0) note_end(step.bell);
 }
 
 // units: panels of a job.
@@ -207,10 +280,19 @@ void launch_gate_up(const Matrix &gate, const Matrix &up, const Step &step, cons
 }
 
 template <class T>
+void launch_half(const Matrix &matrix, bool is_up, const Step &step, cudaStream_t stream) {
+    const DecodeConfig c = down_config<T>(matrix, step.k);
+    launch(half_tiles<T>, static_cast<unsigned>(step.most_tiles * matrix.row_groups()), threads(c), c.shared_bytes,
+           stream, step, Part(matrix), is_up, c.stages);
+}
+
+template <class T>
 void launch_down(const Matrix &down, const Step &step, cudaStream_t stream) {
     const DecodeConfig c = down_config<T>(down, step.k);
-    launch(down_tiles<T>, static_cast<unsigned>(step.most_tiles * down.row_groups()), threads(c), c.shared_bytes,
-           stream, step, Part(down), c.stages);
+    const unsigned answers = step.bell.state ? kAnswerBlocks : 0;
+    launch_behind(!step.bell.by_nodes, down_tiles<T>,
+                  answers + static_cast<unsigned>(step.most_tiles * down.row_groups()), threads(c), c.shared_bytes,
+                  stream, step, Part(down), c.stages, answers);
     launch(combine_tiles, static_cast<unsigned>((step.tokens * down.rows + 255) / 256), dim3(256), 0, stream, step,
            down.rows);
 }
@@ -218,6 +300,7 @@ void launch_down(const Matrix &down, const Step &step, cudaStream_t stream) {
 template <class T>
 void load(int shared_bytes) {
     allow_shared(gate_up_tiles<T>, shared_bytes);
+    allow_shared(half_tiles<T>, shared_bytes);
     allow_shared(down_tiles<T>, shared_bytes);
     allow_shared(combine_tiles, 0);
 }
@@ -226,6 +309,12 @@ void load(int shared_bytes) {
 
 const DecodeKernels tile_kernels[kTypeCount] = {
 #define X(T) {load<T>, launch_gate_up<T>, launch_down<T>, gate_up_config<T>, down_config<T>},
+    MOEPOOL_QUANT_TYPES(X)
+#undef X
+};
+
+const LaunchHalf half_kernels[kTypeCount] = {
+#define X(T) launch_half<T>,
     MOEPOOL_QUANT_TYPES(X)
 #undef X
 };

@@ -28,8 +28,8 @@ void allow_shared(void (*kernel)(Parameters...), int bytes) {
 }
 
 template <class... Parameters, class... Arguments>
-void launch(void (*kernel)(Parameters...), unsigned blocks, dim3 threads, int shared_bytes, cudaStream_t stream,
-            const Arguments &...arguments) {
+void launch_behind(bool overlapping, void (*kernel)(Parameters...), unsigned blocks, dim3 threads, int shared_bytes,
+                   cudaStream_t stream, const Arguments &...arguments) {
     cudaLaunchConfig_t config = {};
     config.gridDim = dim3(blocks);
     config.blockDim = threads;
@@ -39,8 +39,13 @@ void launch(void (*kernel)(Parameters...), unsigned blocks, dim3 threads, int sh
     overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
     overlap.val.programmaticStreamSerializationAllowed = 1;
     config.attrs = &overlap;
-    config.numAttrs = overlaps_kernels() ? 1 : 0;
+    config.numAttrs = overlapping && overlaps_kernels() ? 1 : 0;
     check(cudaLaunchKernelEx(&config, kernel, arguments...), "launching a decode kernel");
+}
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), unsigned blocks, dim3 threads, int shared_bytes, cudaStream_t stream,
+            const Arguments &...arguments) {
+    launch_behind(true, kernel, blocks, threads, shared_bytes, stream, arguments...);
 }
 
 }  // namespace cuda

@@ -35,12 +35,14 @@ struct ResolveArguments {
     const int32_t *leases;       // by slot: how many open routes pin it
     DeviceSteps::BadId *bad_id;  // in host memory
     int64_t row_elements;        // of step.x, to be quantised into step.input; 0: not wanted
+    int64_t columns;             // of gate
+    bool quantised;              // gate
 };
 
-// Takes a step of more tokens than one: residency, counts, and the step's tables. A single token's is part of gate/up.
+// Takes a step: residency, counts, and the step's tables. If it is single, that is part of gate/up.
 void resolve(const Step &step, const ResolveArguments &arguments, cudaStream_t stream);
 inline int resolve_shared_bytes(int experts, int slots) {
-    return 24 * experts + 4 * (7 * experts + 2 * slots + kMostDecodePlaces);
+    return 24 * experts + 4 * (7 * experts + 2 * slots + kMostDecodePlaces) + experts;
 }
 // Loads the kernel.
 void load_resolve_kernel();

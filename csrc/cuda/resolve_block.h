@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/books.h"
+#include "cuda/doorbell_device.h"
 #include "cuda/resolve.h"
 #include "pool/policy.h"
 #include "pool/route.h"
@@ -40,6 +41,7 @@ struct Books {
     int *inside;     // by slot: its expert
     int *victims;    // slots; -1: the miss that met it may not replace it
     int *id;         // by place
+    uint8_t *host;   // by expert: the CPU computes it
 
     __device__ Books(uint8_t *memory, int experts, int slots)
         : uses(reinterpret_cast<Use *>(memory)),
@@ -53,7 +55,8 @@ struct Books {
           ranked(missing + experts),
           inside(ranked + experts),
           victims(inside + slots),
-          id(victims + slots) {}
+          id(victims + slots),
+          host(reinterpret_cast<uint8_t *>(id + kMostDecodePlaces)) {}
 };
 static_assert(sizeof(Use) == 16, "a use is one load");
 
@@ -162,10 +165,12 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     const Residents &residents = step.residents;
     const StepTables &tables = step.tables;
     const int experts = residents.experts, places = step.tokens * step.k;
-    const bool single = step.tokens == 1;
+    const bool single = step.single;
     const Books books(memory, experts, a.slots);
     int *const count = books.count, *const first = books.first, *const tile = books.tile, *const slot = books.slot;
     int *const fill = books.fill, *const missing = books.missing, *const inside = books.inside, *const id = books.id;
+    uint8_t *const host = books.host;
+    __shared__ Outlook outlook;
     __shared__ int4 warp_counts[32];
     __shared__ unsigned long long bad;  // the first place out of range
     __shared__ int evictions, admissions;
@@ -180,9 +185,13 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         fill[e] = -1;
         slot[e] = residents.slot_of[e];
         books.uses[e] = a.uses[e];
+        host[e] = 0;
     }
     for (int s = thread; s < slots; s += threads) inside[s] = a.expert_in[s];
-    if (thread == 0) evictions = 0, admissions = 0, bad = ~0ull;
+    if (thread == 0) {
+        evictions = 0, admissions = 0, bad = ~0ull;
+        outlook = begin_books(step);
+    }
     __syncthreads();
 
     for (int p = thread; p < places; p += threads) {
@@ -234,6 +243,21 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     const bool bypass = hits + misses > slots;
     const int64_t tick = tick_before + (hits + misses > 0);
     const PolicyConfig &p = a.policy;
+    const bool divides = step.bell.state && step.bell.divides;
+    const int placed_valid = single ? hits + misses : placed;
+    int hosted_misses = 0, hosted = 0;
+    // The CPU computes the last ones of the order in which the missing come in, and is told as soon as that is known.
+    const auto ask = [&](const int *order) {
+        hosted_misses = records_for_host(step, outlook, misses, hits + misses, placed_valid, tick);
+        hosted = hosted_misses + (outlook.all_host ? hits : 0);
+        if (hosted == 0) return post_nothing(step.bell);
+        for (int i = misses - hosted_misses + thread; i < misses; i += threads) host[order[i]] = 1;
+        if (outlook.all_host)
+            for (int e = thread; e < experts; e += threads) host[e] = count[e] > 0;
+        __syncthreads();
+        post(step, a.columns, a.quantised, [&](int p) { return id[p] >= 0 && host[id[p]] ? id[p] : -1; });
+    };
+    if (!divides) ask(missing);
     const bool counting = policy::counts(p),
                all_change = p.kind == MOEPOOL_POLICY_SLRU || p.kind == MOEPOOL_POLICY_REELECT;
     uint32_t epoch = 0, election = 0;
@@ -255,9 +279,15 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         if (p.kind == MOEPOOL_POLICY_SLRU) protect_fewer(p, books, slots, tick);
     }
     const int *ranked = missing;
+    if (advances && p.kind != MOEPOOL_POLICY_STATIC && misses > 0 && policy::ranks_misses(p)) {
+        rank_misses(p, books, misses, epoch);
+        ranked = books.ranked;
+    }
+    if (divides) ask(ranked);
     if (advances && p.kind != MOEPOOL_POLICY_STATIC && misses > 0) {
         // A slot's rank among the victims, in rising (worth, slot): the law's order.
         int available = 0;
+        bool empty = false;
         for (int base = 0; base < slots; base += threads) {
             const int s = base + thread;
             int64_t worth = policy::kNever;
@@ -270,8 +300,10 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
             }
             if (s < slots) books.worth[s] = worth;
             available += __syncthreads_count(worth != policy::kNever);
+            if (divides) empty |= __syncthreads_count(worth == policy::kEmpty) > 0;
         }
         met = min(a.admit < 0 ? misses : min(misses, a.admit), available);
+        if (divides) met = min(met, division::most_admitted(misses - hosted_misses, empty, tick_before));
         for (int s = thread; s < slots; s += threads) {
             const int64_t mine = books.worth[s];
             if (mine == policy::kNever) continue;
@@ -281,15 +313,14 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
                 rank += books.worth[other] < mine || (books.worth[other] == mine && other < s);
             if (rank < met) books.victims[rank] = s;
         }
-        if (policy::ranks_misses(p)) {
-            rank_misses(p, books, misses, epoch);
-            ranked = books.ranked;
-        }
         __syncthreads();
+        const bool beside = divides && counting && hosted_misses == misses;  // what comes in is only copied
         for (int i = thread; i < met; i += threads) {
             const int s = books.victims[i], e = ranked[i], evicted = inside[s];
             if (evicted >= 0) {
-                if (!policy::may_replace(p, books.uses[e], books.uses[evicted], epoch, epoch != 0)) {
+                if (!policy::may_replace(p, books.uses[e], books.uses[evicted], epoch, epoch != 0) ||
+                    (beside && !division::worth_a_copy(policy::count_at(p, books.uses[e], epoch),
+                                                       policy::count_at(p, books.uses[evicted], epoch)))) {
                     books.victims[i] = -1;
                     continue;
                 }
@@ -314,7 +345,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     const auto slot_address = [&](int s) { return residents.arena + s * residents.record_bytes; };
     const auto tile_of = [&](int e, int begin, int n) {
         const DecodeTile made{slot[e] >= 0 ? slot_address(slot[e]) : residents.records[e],
-                              fill[e] >= 0 ? slot_address(fill[e]) : nullptr, begin, n};
+                              fill[e] >= 0 ? slot_address(fill[e]) : nullptr, begin, n, host[e]};
         return made;
     };
     for (int e = thread; e < experts; e += threads) {
@@ -331,7 +362,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     for (int p = thread; p < places; p += threads) {
         if (single) {
             tables.order[p] = p;
-            tables.tiles[p] = id[p] >= 0 ? tile_of(id[p], p, 1) : DecodeTile{nullptr, nullptr, p, 0};
+            tables.tiles[p] = id[p] >= 0 ? tile_of(id[p], p, 1) : DecodeTile{nullptr, nullptr, p, 0, 0};
         } else if (id[p] >= 0) {
             int rank = 0;
             for (int other = 0; other < p; ++other) rank += id[other] == id[p];
@@ -343,13 +374,15 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         __syncthreads();
         if (thread == 0) {
             *tables.commit_count = admitted;
-            // Only who misses an expert waits, and takes the mark away.
-            if (misses > 0) publish(tables.resolved, 1u);
+            // Only who misses an expert, or has none of its own, waits, and takes the mark away.
+            if (misses > 0 || (outlook.all_host && hits > 0)) publish(tables.resolved, 1u);
         }
     }
     if (thread == 0) {
         *tables.tile_count = single ? places : tiles;
         a.state->tick = tick;
+        if (step.bell.state && step.bell.divides)
+            note_step(step.bell, misses - hosted_misses, hosted, hits + misses, placed_valid);
         if (advances && p.kind == MOEPOOL_POLICY_REELECT) a.state->election = epoch;
         DeviceSteps::Counts &counts = a.state->counts;
         // Atomic, so that nobody waits for the sums.
@@ -363,7 +396,8 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
             count_up(counts.misses, misses);
             count_up(counts.evictions, static_cast<int64_t>(evictions));
             count_up(counts.admissions, admitted);
-            count_up(counts.in_place, misses - admitted);
+            count_up(counts.hosted, hosted);
+            count_up(counts.in_place, max(0, misses - hosted_misses - admitted));
         }
         volatile DeviceSteps::BadId *told = a.bad_id;
         if (bad != ~0ull && told->place < 0) {

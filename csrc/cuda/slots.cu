@@ -151,10 +151,11 @@ void CudaSlots::settle() {
     check(cudaStreamSynchronize(staging_), "waiting for copies");
 }
 
-DeviceSteps *CudaSlots::device_steps(const PolicyConfig &policy, int admit) {
+DeviceSteps *CudaSlots::device_steps(const PolicyConfig &policy, int admit, moepool_miss miss,
+                                     const std::shared_ptr<const void> &keep) {
     if (decoder_ || Decoder::refuses(layer_, most_)) return decoder_.get();
     if (!pinning_.pinned(layer_.record(layer_.experts() - 1))) return nullptr;
-    if (no_decoder_) return nullptr;
+    if (no_decoder_ || !Doorbell::serves(layer_, miss)) return nullptr;
     const OnDevice on(device_);
     try {
         std::vector<const uint8_t *> records;
@@ -163,7 +164,14 @@ DeviceSteps *CudaSlots::device_steps(const PolicyConfig &policy, int admit) {
             check(cudaHostGetDevicePointer(&address, layer_.record(expert), 0), "asking for the address of a record");
             records.push_back(static_cast<const uint8_t *>(address));
         }
-        decoder_ = std::make_unique<Decoder>(device_, layer_, records, most_, arena_.get(), policy, admit);
+        std::unique_ptr<Doorbell> doorbell;
+        if (miss != MOEPOOL_MISS_STREAM) {
+            const bool divides = miss == MOEPOOL_MISS_AUTO;
+            doorbell = std::make_unique<Doorbell>(layer_, keep, divides, needs_nodes(),
+                                                  divides ? measure_link(records[0], layer_.record_bytes()) : 0);
+        }
+        decoder_ = std::make_unique<Decoder>(device_, layer_, records, most_, arena_.get(), policy, admit,
+                                             std::move(doorbell));
     } catch (const Error &error) {
         // The host can take the steps all the same.
         if (error.status() != MOEPOOL_ERROR_OUT_OF_MEMORY && error.status() != MOEPOOL_ERROR_UNSUPPORTED) throw;

@@ -88,7 +88,8 @@ class CudaSlots : public Slots {
     std::unique_ptr<DeviceRoute> publish(const Route &route) override;
     void resize(int count) override;
     void settle() override;
-    DeviceSteps *device_steps(const PolicyConfig &policy, int admit) override;
+    DeviceSteps *device_steps(const PolicyConfig &policy, int admit, moepool_miss miss,
+                              const std::shared_ptr<const void> &keep) override;
 
     // Brings bytes [from, to) of the groups' records, and the tail that holds biases and scales, to scratch memory,
     // some groups at a time, and calls compute(tiles) on `stream` for each lot: each record crosses the link once.

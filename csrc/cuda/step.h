@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "cuda/activate.h"
+#include "cuda/doorbell.h"
 #include "moepool.h"
 
 namespace moepool {
@@ -13,10 +14,11 @@ constexpr int kMostDecodeTokens = 16;   // also the most places of a tile
 constexpr int kMostDecodePlaces = 512;  // tokens * k
 
 // Places of one expert that are computed together.
-struct DecodeTile {
+struct alignas(16) DecodeTile {
     const uint8_t *record;  // where it is read; NULL: a skipped place of a single token
     uint8_t *fill;          // the slot it goes to as well, or NULL
     int32_t first, count;   // of order
+    int32_t host;           // the CPU computes it: it is read only to fill the slot
 };
 
 // An expert that this step brings into a slot. While a single token's kernels look slots up by themselves, the map must
@@ -47,24 +49,27 @@ struct StepTables {
     uint32_t *arrived;   // of a single token: blocks of gate/up that are done, then of down; 0 between steps
 };
 
-// One step. Of a single token every place is a tile.
+// One step.
 struct Step {
     const void *ids;
     int32_t bits, tokens, k;
     int32_t most_tiles;
-    uint32_t ahead, parties;  // of a single token: blocks of gate/up but the books', and with those of down
+    bool single;              // of a single token, by kernels that look slots up themselves: every place is a tile
+    uint32_t ahead, parties;  // if single: blocks of gate/up but the books', and with those of down
     Residents residents;
     StepTables tables;
     const void *x;  // activation rows
     moepool_dtype x_dtype;
     int32_t x_per_row;        // places that share a row
-    ActivationBlock *input;   // the same quantised, if gate and up are
+    ActivationBlock *input;   // the same quantised, if gate or up is
+    float *gated;             // (places, rows of gate), if up is of another type
     ActivationBlock *hidden;  // (places, blocks), or
     float *hidden_x;          // (places, columns), as down wants them
-    float *rows;              // (places, rows of down), for more tokens than one
+    float *rows;              // (places, rows of down), unless single, and of the CPU
     const void *weights;
     moepool_dtype weights_dtype;
     float *out;
+    Bell bell;
 };
 
 }  // namespace cuda

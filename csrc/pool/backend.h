@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "moepool.h"
+#include "pool/doorbell.h"
 #include "pool/residency.h"
 #include "store/store.h"
 
@@ -28,7 +29,7 @@ class DeviceSteps {
         int32_t place, k;  // place -1: there was none
     };
     struct Counts {
-        int64_t steps, bypasses, hits, misses, evictions, admissions, in_place;
+        int64_t steps, bypasses, hits, misses, evictions, admissions, in_place, hosted, step_backs;
     };
     virtual ~DeviceSteps() = default;
     // Why a step of this shape can not be taken here; NULL: it can.
@@ -50,6 +51,8 @@ class DeviceSteps {
     virtual int64_t take_trace(std::vector<uint32_t> &words) = 0;
     // The first id out of range since the last call, as far as the device has come. Does not wait.
     virtual BadId take_bad_id() = 0;
+    // Why the rows of steps so far may be NaN, and no step can be taken any more; empty: all is well. Does not wait.
+    virtual std::string failure() const { return {}; }
 };
 
 // The slots of one pool: room for whole records, zeroed at the start.
@@ -68,8 +71,11 @@ class Slots {
     virtual void resize(int count) = 0;
     // Waits until fills and the ops of routes that have ended are done.
     virtual void settle() {}
-    // NULL: this device, or this layer on it, has none.
-    virtual DeviceSteps *device_steps(const PolicyConfig &, int /*admit*/) { return nullptr; }
+    // NULL: this device, or this layer on it, has none. keep: the layer is there as long as this is.
+    virtual DeviceSteps *device_steps(const PolicyConfig &, int /*admit*/, moepool_miss,
+                                      const std::shared_ptr<const void> & /*keep*/) {
+        return nullptr;
+    }
 };
 
 class Backend {
@@ -102,5 +108,9 @@ const Backend &cpu_backend();
 // The cold half of the chain gate, up, swiglu, down on the CPU, for a route of any device: out (tokens, k, rows of
 // down), +0 in the other places. Host memory.
 void cpu_cold_chain(const Route &route, const moepool_rows &x, float *out);
+
+// The same chain for a request of a device, whose gate and up are of one type. The input is rows of ActivationChunk, or
+// of float32 if that type is one of floats. Rows of places that want no expert are not written.
+void cpu_answer(const Layer &layer, const doorbell::Work &work);
 
 }  // namespace moepool

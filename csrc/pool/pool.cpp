@@ -12,7 +12,7 @@ namespace moepool {
 namespace {
 
 moepool_miss checked_miss(moepool_miss miss) {
-    if (miss != MOEPOOL_MISS_STREAM && miss != MOEPOOL_MISS_HOST)
+    if (miss < MOEPOOL_MISS_STREAM || miss > MOEPOOL_MISS_AUTO)
         fail(MOEPOOL_ERROR_ARGUMENT, "%d is not a way to serve misses", static_cast<int>(miss));
     return miss;
 }
@@ -86,6 +86,12 @@ Error bad_id(int64_t id, int64_t token, int64_t place, int experts) {
                       experts);
 }
 
+[[noreturn]] void fail_for_good(const std::string &why) {
+    fail(MOEPOOL_ERROR_STATE,
+         "%s. Make a new pool; if the CPU is not its own, give it more time (set_doorbell), or take miss=\"stream\"",
+         why.c_str());
+}
+
 constexpr int64_t kMostPlaces = INT32_MAX;
 
 }  // namespace
@@ -97,7 +103,7 @@ Pool::Pool(std::shared_ptr<const Store> store, const moepool_pool_config &config
       backend_(backend(config.device)),
       policy_(checked_policy(config)),
       miss_(checked_miss(config.miss)),
-      admit_(at_least(config.admit, -1, "admit")),
+      admit_(config.miss == MOEPOOL_MISS_AUTO && config.admit == -1 ? 1 : at_least(config.admit, -1, "admit")),
       prompt_tokens_(at_least(config.prompt_tokens, 0, "prompt_tokens")),
       max_slots_(std::min(checked_most(config), layer_.experts())),
       slots_(backend_.make_slots(layer_, std::min(at_least(config.slots, 0, "slots"), layer_.experts()), max_slots_,
@@ -180,6 +186,11 @@ void Pool::raise_pending() const {
         if (bad.place >= 0 && pending_.empty())
             pending_ = bad_id(bad.id, bad.place / bad.k, bad.place % bad.k, layer_.experts()).what();
     }
+    if (device_steps_ && !told_of_failure_) {
+        const std::string why = device_steps_->failure();
+        told_of_failure_ = !why.empty();
+        if (told_of_failure_) fail_for_good(why);
+    }
     if (pending_.empty()) return;
     const Error error(MOEPOOL_ERROR_INDEX, "in an earlier step: " + pending_);
     pending_.clear();
@@ -222,14 +233,14 @@ void Pool::ffn(const moepool_ids &ids, moepool_phase phase, const moepool_rows &
 // False: this step is not one that the device takes.
 bool Pool::ffn_on_device(const moepool_ids &ids, moepool_phase phase, const moepool_rows &x, const void *weights,
                          moepool_dtype weights_dtype, float *out, void *stream) {
-    if (device_ == MOEPOOL_CPU || ids.device != device_ || miss_ != MOEPOOL_MISS_STREAM ||
-        is_prompt(ids.tokens, phase) || (ids.bits != 32 && ids.bits != 64) || !ids.data || ids.tokens < 1 ||
-        ids.k < 1 || !packed(ids))
+    if (device_ == MOEPOOL_CPU || ids.device != device_ || is_prompt(ids.tokens, phase) ||
+        (ids.bits != 32 && ids.bits != 64) || !ids.data || ids.tokens < 1 || ids.k < 1 || !packed(ids))
         return false;
     const std::lock_guard<std::mutex> lock(mutex_);
-    DeviceSteps *steps = slots_->device_steps(policy_, admit_);
+    DeviceSteps *steps = slots_->device_steps(policy_, admit_, miss_, store_);
     if (!steps || steps->refuses(ids.tokens, ids.k)) return false;
     raise_pending();
+    if (told_of_failure_) fail_for_good(steps->failure());
     if (must_settle_) {
         slots_->settle();
         must_settle_ = false;
@@ -245,11 +256,10 @@ bool Pool::ffn_on_device(const moepool_ids &ids, moepool_phase phase, const moep
 
 std::string Pool::describe(int64_t tokens, int64_t k) {
     if (device_ == MOEPOOL_CPU) return "host: the pool is on the CPU";
-    if (miss_ != MOEPOOL_MISS_STREAM) return "host: misses are computed on the CPU";
     if (is_prompt(tokens, MOEPOOL_PHASE_AUTO)) return "host: a prompt, of more than prompt_tokens tokens";
     const std::lock_guard<std::mutex> lock(mutex_);
-    DeviceSteps *steps = slots_->device_steps(policy_, admit_);
-    if (!steps) return "host: not all records are page-locked, or gate and up differ in type, or it is no FFN";
+    DeviceSteps *steps = slots_->device_steps(policy_, admit_, miss_, store_);
+    if (!steps) return "host: not all records are page-locked, or it is no FFN";
     if (const char *why = steps->refuses(tokens, k)) return std::string("host: ") + why;
     return "device: " + steps->describe(tokens, k);
 }
@@ -338,7 +348,7 @@ std::unique_ptr<Route> Pool::resolve(const moepool_ids &ids, moepool_phase phase
         if (group.slot >= 0)
             ++leases_[static_cast<size_t>(group.slot)];
         else
-            (miss_ == MOEPOOL_MISS_HOST ? stats_.host_bytes : stats_.in_place_bytes) += layer_.record_bytes();
+            (miss_ != MOEPOOL_MISS_STREAM ? stats_.host_bytes : stats_.in_place_bytes) += layer_.record_bytes();
     }
     route->leased = true;
     return_residency();
@@ -582,6 +592,8 @@ moepool_pool_stats Pool::stats() const {
     stats.evictions += device_counts_.evictions;
     stats.copied_bytes += device_counts_.admissions * layer_.record_bytes();
     stats.in_place_bytes += device_counts_.in_place * layer_.record_bytes();
+    stats.host_bytes += device_counts_.hosted * layer_.record_bytes();
+    stats.step_backs = device_counts_.step_backs;
     stats.slot_bytes = slots_->bytes();
     stats.pinned_bytes = layer_.pinned_bytes();
     stats.resident = residency_.resident();

@@ -82,6 +82,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
     bool must_settle_ = true;  // before the device's next step: fills and ops of ended routes may be under way
     DeviceSteps *device_steps_ = nullptr;  // set once the residency has moved to the device, where it then stays
     mutable DeviceSteps::Counts device_counts_{};
+    mutable bool told_of_failure_ = false;  // of device_steps_
     moepool_pool_stats stats_{};
     int made_slots_ = 0;  // when the pool was made
     bool tracing_ = false;

@@ -25,7 +25,7 @@ POLICIES = {
     name: getattr(lib, f"MOEPOOL_POLICY_{name.upper()}")
     for name in ("lru", "static", "lfu", "lfru", "slru", "reelect", "pinned")
 }
-MISSES = {"stream": lib.MOEPOOL_MISS_STREAM, "host": lib.MOEPOOL_MISS_HOST}
+MISSES = {"stream": lib.MOEPOOL_MISS_STREAM, "host": lib.MOEPOOL_MISS_HOST, "auto": lib.MOEPOOL_MISS_AUTO}
 PHASES = {
     "auto": lib.MOEPOOL_PHASE_AUTO,
     "decode": lib.MOEPOOL_PHASE_DECODE,
@@ -152,6 +152,22 @@ def cuda_device(device: int) -> DeviceInfo:
 
 def set_pinned_limit(limit: int) -> None:
     check(lib.moepool_set_pinned_limit(limit))
+
+
+def set_doorbell(**changes: int) -> None:
+    """Changes fields of moepool_doorbell_settings."""
+    settings = ffi.new("moepool_doorbell_settings *")
+    lib.moepool_get_doorbell(settings)
+    for name, value in changes.items():
+        setattr(settings, name, value)
+    check(lib.moepool_set_doorbell(settings))
+
+
+def get_doorbell() -> dict[str, int]:
+    """The fields of moepool_doorbell_settings."""
+    settings = ffi.new("moepool_doorbell_settings *")
+    lib.moepool_get_doorbell(settings)
+    return _fields(settings)
 
 
 def pointer_device(address: int) -> int:

@@ -80,7 +80,7 @@ class Placement:
     slots : int
         Slots of every layer's pool, 0 .. experts.
     policy : str or moepool.Policy
-    miss : {"stream", "host"}
+    miss : {"stream", "host", "auto"}
     device : str
         "cpu" or "cuda:N".
     hot : sequence of sequences of int, optional

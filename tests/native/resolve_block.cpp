@@ -40,6 +40,7 @@ struct Device {
     int32_t tile_count = 0, commit_count = 0;
     uint32_t resolved = 0, finished = 0;
     DeviceSteps::BadId bad = {0, -1, 1};
+    BellState bell = {};
     Step step = {};
     ResolveArguments arguments = {};
 
@@ -81,17 +82,22 @@ struct Device {
         arguments.bad_id = &bad;
     }
 
-    void take(const std::vector<int64_t> &wide, int tokens, int k, bool narrow, int warps) {
+    void take(const std::vector<int64_t> &wide, int tokens, int k, bool single, bool narrow, int warps) {
         std::vector<int32_t> half(wide.begin(), wide.end());
         step.ids = narrow ? static_cast<const void *>(half.data()) : wide.data();
         step.bits = narrow ? 32 : 64;
         step.tokens = tokens;
         step.k = k;
+        step.single = single;
         std::fill(shared.begin(), shared.end(), 0xa5);  // shared memory holds anything
         auto *memory = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(shared.data()) + 15) / 16 * 16);
+        uint32_t waits = 0;  // blocks that do not know by themselves where their expert is read
+        for (const int64_t id : wide)
+            if (id >= 0 && id < static_cast<int64_t>(slot_of.size()))
+                waits |= slot_of[static_cast<size_t>(id)] < 0 || (step.bell.divides && bell.all_host);
         block::run(32, static_cast<unsigned>(warps), [&] { resolve_block(step, arguments, memory); });
-        if (tokens == 1) {
-            check(resolved == 1, "the tables of a single token were not published");
+        if (single) {
+            check(resolved == waits, "the tables of a single token were published for nobody, or not at all");
             resolved = 0;
             for (int i = 0; i < commit_count; ++i) {
                 if (commits[i].evicted >= 0) slot_of[commits[i].evicted] = -1;
@@ -114,6 +120,7 @@ PolicyConfig draw_policy() {
 
 struct Totals {
     int64_t steps = 0, admissions = 0, evictions = 0, bypasses = 0, bad = 0, leased = 0, refused = 0, lost = 0;
+    int64_t hosted = 0, divided = 0;
 };
 
 void follow(int seed, Totals &totals) {
@@ -134,6 +141,9 @@ void follow(int seed, Totals &totals) {
     }
     std::vector<int> leases(static_cast<size_t>(slots), 0);
     DeviceSteps::Counts counts = {};
+    // Misses over the link, by the CPU, or both. Whom a division admits is not the law's choice: the trace says it.
+    const int miss = below(3);
+    if (miss != MOEPOOL_MISS_STREAM) device.step.bell = {&device.bell, miss == MOEPOOL_MISS_AUTO};
     const int many = seed % 3;
     for (int number = 0; number < 60; ++number) {
         const std::string what = "trace " + std::to_string(seed) + ", policy " + std::to_string(policy.kind) +
@@ -160,11 +170,27 @@ void follow(int seed, Totals &totals) {
             if (id >= 0 && id < experts) wanted.insert(static_cast<int>(id));
         }
         const std::vector<int32_t> before = device.slot_of;
-        device.take(ids, tokens, k, below(2) == 0, 1 + below(16));
+        device.bell.share = below(experts + 1);
+        device.bell.all_host = below(6) == 0;
+        const uint64_t traced = device.state.traced;
+        if (miss == MOEPOOL_MISS_AUTO) device.state.drained = traced;
+        // A layer with gate and up of two types takes a single token as several.
+        const bool single = tokens == 1 && seed % 4 != 1;
+        device.take(ids, tokens, k, single, below(2) == 0, 1 + below(16));
 
         Residency::Step step;
         step.tick = law.snapshot().tick;
-        if (!wanted.empty()) step = law.step({wanted.begin(), wanted.end()}, false, leases);
+        const std::vector<int> all(wanted.begin(), wanted.end());
+        std::vector<Residency::Choice> chosen;
+        if (miss == MOEPOOL_MISS_AUTO) {
+            const auto word = [&](uint64_t at) { return device.ring[(traced + at) % Device::kTraceWords]; };
+            const uint64_t first = static_cast<uint64_t>(trace::kHeaderWords + tokens * k);
+            for (uint64_t i = first; traced + i < device.state.traced; i += trace::kAdmissionWords)
+                chosen.push_back({static_cast<int>(word(i)), static_cast<int>(word(i + 1))});
+        }
+        if (!wanted.empty())
+            step = law.step(all.data(), static_cast<int>(all.size()), false, leases.data(),
+                            miss == MOEPOOL_MISS_AUTO ? &chosen : nullptr);
         const Residency::Snapshot after = law.snapshot();
         check(device.state.tick == after.tick, what + "tick");
         check(device.state.election == after.election, what + "election");
@@ -182,7 +208,29 @@ void follow(int seed, Totals &totals) {
         counts.hits += step.hits;
         counts.misses += step.misses;
         counts.admissions += static_cast<int64_t>(step.admissions.size());
-        counts.in_place += step.misses - static_cast<int64_t>(step.admissions.size());
+        // Whom the CPU computes: the misses, all or as many as the division says, and with all of them the hits.
+        std::set<int> hosted;
+        for (const int expert : device.bell.asked)
+            if (expert >= 0) hosted.insert(expert);
+        int hosted_misses = 0;
+        for (const int expert : hosted) {
+            check(wanted.count(expert) == 1, what + "the CPU computes what nobody wants");
+            hosted_misses += before[expert] < 0;
+        }
+        const bool all_host = miss == MOEPOOL_MISS_AUTO && device.bell.all_host;
+        check(hosted_misses == (miss == MOEPOOL_MISS_STREAM             ? 0
+                                : miss == MOEPOOL_MISS_HOST || all_host ? step.misses
+                                                                        : device.bell.share % (step.misses + 1)),
+              what + "misses of the CPU");
+        check(static_cast<int>(hosted.size()) == hosted_misses + (all_host ? step.hits : 0), what + "hits of the CPU");
+        if (miss == MOEPOOL_MISS_AUTO) {
+            check(device.bell.streamed == step.misses - hosted_misses, what + "streamed");
+            check(admit < 0 || static_cast<int>(step.admissions.size()) <= admit,
+                  what + "more admissions than allowed");
+        }
+        counts.hosted += static_cast<int64_t>(hosted.size());
+        counts.in_place +=
+            std::max<int64_t>(0, step.misses - hosted_misses - static_cast<int64_t>(step.admissions.size()));
         for (const auto &admission : step.admissions) counts.evictions += admission.evicted >= 0;
         check(std::memcmp(&counts, &device.state.counts, sizeof counts) == 0, what + "counts");
         check((device.bad.place >= 0) == bad, what + "an id out of range");
@@ -202,6 +250,8 @@ void follow(int seed, Totals &totals) {
                 for (const auto &a : step.admissions)
                     if (a.expert == id) fill = address(a.slot);
                 check(tile.fill == fill, what + "fill");
+                check(tile.host == static_cast<int>(hosted.count(static_cast<int>(id))), what + "host");
+                if (!hosted.empty()) check(device.bell.asked[place] == (tile.host ? id : -1), what + "asked");
             }
         }
         for (size_t place = 0; place < ids.size(); ++place)
@@ -231,6 +281,8 @@ void follow(int seed, Totals &totals) {
         totals.refused += step.misses > static_cast<int>(step.admissions.size());
         totals.bypasses += step.bypass;
         totals.bad += bad;
+        totals.hosted += !hosted.empty();
+        totals.divided += hosted_misses > 0 && hosted_misses < step.misses;
     }
     totals.evictions += counts.evictions;
     totals.lost += device.state.lost;
@@ -244,9 +296,10 @@ int main(int count, char **arguments) {
     for (int seed = first; seed < last; ++seed) follow(seed, totals);
     std::printf(
         "%lld steps, %lld admissions, %lld evictions, %lld bypasses, %lld with bad ids, %lld with leases, "
-        "%lld with misses left out, %lld lost to the trace\n",
+        "%lld with misses left out, %lld lost to the trace, %lld asked the CPU, %lld divided\n",
         static_cast<long long>(totals.steps), static_cast<long long>(totals.admissions),
         static_cast<long long>(totals.evictions), static_cast<long long>(totals.bypasses),
         static_cast<long long>(totals.bad), static_cast<long long>(totals.leased),
-        static_cast<long long>(totals.refused), static_cast<long long>(totals.lost));
+        static_cast<long long>(totals.refused), static_cast<long long>(totals.lost),
+        static_cast<long long>(totals.hosted), static_cast<long long>(totals.divided));
 }

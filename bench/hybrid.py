@@ -1,0 +1,129 @@
+"""Decoding with few slots: misses over the link, by the CPU, and divided between the two."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import click
+import numpy as np
+
+import moepool
+from bench.cpu import READ_BYTES, read_rate
+from bench.gpu import Gpu, Replay
+from bench.measure import SPREAD, Column, Report, Row, gigabytes_a_second
+from bench.workload import I32, Shape, layers_of, quiet, skewed_trace
+
+STEPS = 128
+SETTLING = 1.0  # seconds until rates, shares and residents are what they stay
+
+WAYS = ("stream", "host", "auto", "static")
+
+COLUMNS = (
+    Column("type", "type"),
+    Column("tokens", "T", "d", 4),
+    Column("slots", "slots", "d", 7),
+    Column("way", "misses", "", 9),
+    Column("hit_rate", "hits", ".2f", 6),
+    Column("us", "us", ".1f", 9),
+    SPREAD,
+    Column("link_megabytes", "link MB", ".1f", 9),
+    Column("cpu_megabytes", "CPU MB", ".1f"),
+    Column("rate", "GB/s", ".1f", 7),
+    Column("best_ratio", "best / auto", ".2f", 12),
+)
+
+
+def hybrid(
+    report: Report,
+    gpu: Gpu,
+    types: Sequence[str],
+    tokens: Sequence[int],
+    slots: Sequence[int],
+    layers: int,
+    shape: Shape,
+    seconds: float,
+) -> None:
+    """Measures each way to serve misses with each number of slots, on one trace a number of tokens."""
+    threads = moepool.get_threads()
+    size = min(READ_BYTES, moepool.memory("cpu").free // 4)
+    reading = read_rate(threads, size)
+    report.ceiling("host memory", reading, f"numpy.max on {threads} threads, the best of 8")
+    for qtype in types:
+        ffn = shape.ffn(qtype)
+        made = layers_of(ffn, layers)
+        link = gpu.copy_rate(made[0].record_bytes)
+        report.ceiling("link", link, f"copies of {made[0].record_bytes / 1e6:.1f} MB from page-locked memory")
+        report.header()
+        for count in tokens:
+            trace = skewed_trace(STEPS, layers, count, shape.k, shape.experts)
+            for number in slots:
+                rows = [
+                    _row(gpu, made, trace, min(number, shape.experts), way, ffn, count, seconds)
+                    for way in WAYS
+                ]
+                auto = rows[WAYS.index("auto")]
+                auto["best_ratio"] = min(row["us"] for row in rows) / auto["us"]
+                for row in rows:
+                    report.add(row | {"type": qtype, "tokens": count})
+        del made
+    worst = min(row["best_ratio"] for row in report.content["rows"] if "best_ratio" in row)
+    click.echo(f"auto is at worst {worst:.2f} of the best of the four")
+
+
+def options_of(way: str, trace: I32, layer: int, experts: int, slots: int) -> dict[str, Any]:
+    """How the pool of a layer is made: "static" knows the trace beforehand."""
+    if way == "stream":
+        return {"miss": "stream"}
+    if way == "host":
+        return {"miss": "host"}
+    if way == "auto":
+        return {"miss": "auto"}
+    counts = np.bincount(trace[:, layer].ravel(), minlength=experts)
+    hot = np.argsort(-counts, kind="stable")[:slots].astype(np.int32)
+    return {"miss": "host", "policy": "static", "hot": hot}
+
+
+def _row(
+    gpu: Gpu,
+    layers: Sequence[moepool.Layer],
+    trace: I32,
+    slots: int,
+    way: str,
+    ffn: Any,
+    tokens: int,
+    seconds: float,
+) -> Row:
+    record = layers[0].record_bytes
+    with quiet():
+        pools = [
+            moepool.Pool(layer, slots, device="cuda:0", **options_of(way, trace, i, layer.experts, slots))
+            for i, layer in enumerate(layers)
+        ]
+        replay = Replay(gpu, pools, trace, ffn.x(tokens), ffn.router(tokens))
+        replay.check(f"{slots} slots, {way}")
+        replay.warm_up(SETTLING)
+        before = [pool.stats() for pool in pools]
+        timing, router = replay.time(seconds)
+        after = [pool.stats() for pool in pools]
+    for pool in pools:
+        pool.close()
+
+    def counted(name: str) -> int:
+        return sum(getattr(b, name) - getattr(a, name) for a, b in zip(before, after, strict=True))
+
+    steps, wanted = counted("steps"), counted("hits") + counted("misses")
+    linked, hosted = (
+        (counted("copied_bytes") + counted("in_place_bytes")) / steps,
+        counted("host_bytes") / steps,
+    )
+    return timing.row() | {
+        "slots": slots,
+        "way": way,
+        "router_us": router.median,
+        "hit_rate": counted("hits") / wanted,
+        "link_megabytes": linked / 1e6,
+        "cpu_megabytes": hosted / 1e6,
+        "rate": gigabytes_a_second(wanted * record / steps, timing.median),
+        "step_backs": counted("step_backs"),
+    }

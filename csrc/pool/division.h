@@ -1,0 +1,145 @@
+// How the misses of a step are divided between the device and the CPU, and whether slots pay at all: the arithmetic of
+// miss = auto. Integers only; the device calls it while it keeps the books of a step. Whatever it decides, results have
+// the same bits.
+#pragma once
+
+#include <cstdint>
+
+#include "pool/doorbell.h"
+
+namespace moepool {
+namespace division {
+
+constexpr int64_t kRoundTripNs = 8000;  // of a request and its answer, besides what the CPU is at work
+constexpr int64_t kPassNs = 15000;      // of records that are read over the link, besides what the link is at work
+constexpr int kRelearn = 256;           // every so many steps the CPU gets a record though the link is quicker
+constexpr int kMostBias = 8;            // quarter records
+constexpr int kTrial = 8;               // every so many steps a record may come in though the CPU computes all
+
+// What a record takes, over the link and by the CPU.
+struct Rates {
+    int64_t link_ns;
+    doorbell::Pace cpu;  // record_ns 0: not known yet
+};
+
+MOEPOOL_HD inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+MOEPOOL_HD inline int64_t finished(const Rates &r, int missing, int hosted) {
+    const int64_t cpu = hosted ? kRoundTripNs + r.cpu.base_ns + hosted * int64_t{r.cpu.record_ns} : 0;
+    return larger(missing > hosted ? kPassNs + (missing - hosted) * r.link_ns : 0, cpu);
+}
+
+// How many of so many missing records the CPU computes. Both sides begin together and the step waits for the later one,
+// so one of the two numbers beside the point where they meet is best. All, if that takes little longer: both sides read
+// the same memory, and take longer beside one another.
+MOEPOOL_HD inline int best_share(const Rates &r, int missing) {
+    if (missing <= 0) return 0;
+    if (r.cpu.record_ns == 0) return (missing + 1) / 2;  // to learn
+    const int64_t before = kRoundTripNs + r.cpu.base_ns;
+    const int64_t meet = (missing * r.link_ns + kPassNs - before) / (r.link_ns + r.cpu.record_ns);
+    int best = 0;
+    const auto better = [&](int64_t c) {
+        if (c > 0 && c <= missing && finished(r, missing, static_cast<int>(c)) < finished(r, missing, best))
+            best = static_cast<int>(c);
+    };
+    for (int64_t c = larger(meet, 1); c <= meet + 1 || c == 1; ++c) better(c);
+    return finished(r, missing, missing) <= finished(r, missing, best) * 9 / 8 ? missing : best;
+}
+
+// The share, corrected by what steps have shown.
+MOEPOOL_HD inline int share(const Rates &r, int missing, int bias) {
+    const int c = best_share(r, missing);
+    if (c == 0 || c == missing) return c;  // one side alone is quicker: by how much is no matter
+    const int moved = c + (bias + (bias < 0 ? -2 : 2)) / 4;
+    return moved < 1 ? 1 : moved > missing - 1 ? missing - 1 : moved;
+}
+
+// One step's lesson: the device was ready at one time and the answer there at another. One record more on a side moves
+// the difference by link + cpu; what is within that is as good as it gets.
+MOEPOOL_HD inline int next_bias(const Rates &r, int bias, int64_t ready, int64_t answered) {
+    const int64_t within = (r.link_ns + r.cpu.record_ns) * 5 / 8;
+    if (answered - ready > within) return bias > -kMostBias ? bias - 1 : bias;
+    if (ready - answered > within) return bias < kMostBias ? bias + 1 : bias;
+    return bias;
+}
+
+// Whether one that was wanted so often is worth a copy over one wanted so often.
+MOEPOOL_HD inline bool worth_a_copy(int64_t count, int64_t victim) { return count > victim + victim / 4 + 1; }
+
+// How many records a step may bring in besides what the policy and `admit` say. One that crosses the link anyway costs
+// nothing more; one that the CPU computes is copied beside, which is worth it now and then, or into an empty slot.
+MOEPOOL_HD inline int most_admitted(int streamed, bool empty, int64_t tick) {
+    return streamed > 0 ? streamed : empty || tick % kTrial == 0;
+}
+
+// ------------------------------------------------------------------------------------------------------- never slower
+
+enum Phase : int32_t {
+    kSlots = 0,    // served through slots, as asked for
+    kCompare = 1,  // for some steps the CPU computes everything
+    kBack = 2,     // slots have lost for long: the CPU computes everything
+    kRetry = 3     // for some steps through slots again
+};
+constexpr int kWindow = 12;     // steps of a comparison,
+constexpr int kSettling = 4;    // of which the first do not count
+constexpr int kMostLosses = 3;  // in a row; then it is for long
+
+// Times are nanoseconds of a step for each expert that it wants, times 16.
+struct Course {
+    int32_t phase, left, losses;
+    uint32_t slots_ns, cpu_ns, step_backs;
+};
+MOEPOOL_HD inline Course begin_course(int period) { return {kSlots, period, 0, 0, 0, 0}; }
+
+MOEPOOL_HD inline uint32_t mean(uint32_t old, int64_t sample, int part) {
+    if (old == 0) return static_cast<uint32_t>(sample);
+    if (sample > 4 * int64_t{old}) sample = 4 * int64_t{old};  // somebody else had the device for a moment
+    return static_cast<uint32_t>(old + (sample - int64_t{old}) / part);
+}
+
+// After a step that took so long; predicted: what the CPU alone would have taken, 0 if not known. True: the CPU
+// computes everything in the next step. Comparing costs something, so it is left where the CPU has no prospect, unless
+// period is negative (for tests).
+MOEPOOL_HD inline bool advance(Course &c, int64_t took, int64_t predicted, int period) {
+    const bool always = period < 0;
+    if (always) period = -period;
+    --c.left;
+    const bool settled = c.left < kWindow - kSettling;
+    if (c.phase == kSlots) c.slots_ns = mean(c.slots_ns, took, 32);
+    if (c.phase == kBack) c.cpu_ns = mean(c.cpu_ns, took, 32);
+    if (c.phase == kCompare && settled) c.cpu_ns = mean(c.cpu_ns, took, 4);
+    if (c.phase == kRetry && settled) c.slots_ns = mean(c.slots_ns, took, 4);
+    if (c.left > 0) return c.phase == kCompare || c.phase == kBack;
+    const bool lost = int64_t{c.cpu_ns} * 50 < int64_t{c.slots_ns} * 49;
+    switch (c.phase) {
+        case kSlots:
+            if (always || (predicted > 0 && predicted * 4 < int64_t{c.slots_ns} * 5)) {
+                c.phase = kCompare;
+                c.left = kWindow;
+                c.cpu_ns = 0;
+            } else {
+                c.left = period;
+            }
+            break;
+        case kCompare:
+            c.losses = lost ? c.losses + 1 : 0;
+            c.phase = c.losses < kMostLosses ? kSlots : kBack;
+            c.left = c.phase == kBack || !lost ? period : period / 16 + 1;
+            if (c.phase == kBack) {
+                ++c.step_backs;
+                c.losses = 0;
+            }
+            break;
+        case kBack:
+            c.phase = kRetry;
+            c.left = kWindow;
+            c.slots_ns = 0;
+            break;
+        default:
+            c.phase = lost ? kBack : kSlots;
+            c.left = period;
+    }
+    return c.phase == kCompare || c.phase == kBack;
+}
+
+}  // namespace division
+}  // namespace moepool

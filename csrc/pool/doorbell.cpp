@@ -1,0 +1,408 @@
+#include "pool/doorbell.h"
+
+#include <pthread.h>
+#include <signal.h>
+#include <sys/prctl.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <condition_variable>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <set>
+#include <thread>
+#include <utility>
+#include <vector>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "error.h"
+#include "numerics.h"
+
+namespace moepool {
+namespace doorbell {
+
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kLines = 64;          // of a kind on a board: a page
+constexpr size_t kAlignment = 256;  // of the parts of a buffer
+constexpr double kNewest = 1.0 / 16;
+constexpr int kFirst = 3;                                 // answers that are no measure
+constexpr auto kClosing = std::chrono::milliseconds(20);  // a worker that has answered needs no more to be done
+
+// Lines of all kinds for so many channels. Kept for the life of the process: a line may be looked at once more when its
+// channel is gone.
+struct Board {
+    Request requests[kLines];
+    Answer answers[kLines];
+    Trouble troubles[kLines];
+};
+
+struct Boards {
+    struct One {
+        void *(*allocate)(size_t);
+        Board *board;
+        std::set<int> free;
+    };
+    std::vector<One> all;
+};
+
+void pause() {
+#if defined(__x86_64__)
+    _mm_pause();
+#endif
+}
+
+size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
+
+}  // namespace
+
+// The thread, and the channels that it looks at.
+class Server {
+  public:
+    ~Server() {
+        if (thread_.joinable()) thread_.join();
+    }
+
+    void start() {
+        // Signals are for the threads of the program.
+        sigset_t all, before;
+        sigfillset(&all);
+        pthread_sigmask(SIG_SETMASK, &all, &before);
+        try {
+            thread_ = std::thread([this] { run(); });
+        } catch (...) {
+            pthread_sigmask(SIG_SETMASK, &before, nullptr);
+            throw;
+        }
+        pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+
+    void add(std::shared_ptr<Channel> channel) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        channels_.push_back(std::move(channel));
+        version_.fetch_add(1);
+        wake_.notify_one();
+    }
+    std::vector<std::shared_ptr<Channel>> channels() {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        return channels_;
+    }
+    // True if none is left.
+    bool remove(const Channel *channel) {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        const auto at =
+            std::find_if(channels_.begin(), channels_.end(), [&](const auto &one) { return one.get() == channel; });
+        if (at != channels_.end()) channels_.erase(at);
+        version_.fetch_add(1);
+        return channels_.empty();
+    }
+    void stop() {
+        const std::lock_guard<std::mutex> lock(mutex_);
+        stopping_.store(true);
+        wake_.notify_one();
+    }
+    void wake() {
+        if (!napping_.load()) return;
+        const std::lock_guard<std::mutex> lock(mutex_);
+        wake_.notify_one();
+    }
+    bool finished() const { return finished_.load(); }
+
+  private:
+    void run() {
+        prctl(PR_SET_NAME, "moepool-bell");
+        prctl(PR_SET_TIMERSLACK, 1);  // ns; the default makes a nap half as long again
+        std::vector<std::shared_ptr<Channel>> seen;
+        uint64_t version = 0;
+        size_t next = 0, looks = 0;
+        Clock::time_point busy = Clock::now();
+        while (!stopping_.load()) {
+            if (version != version_.load()) {
+                const std::lock_guard<std::mutex> lock(mutex_);
+                seen = channels_;
+                version = version_.load();
+                next = 0;
+            }
+            // Pools are used in turn, as the layers of a model: who comes behind the last one is looked at first.
+            bool any = false;
+            for (size_t i = 0; i < seen.size() && !any; ++i) {
+                const size_t at = (next + i) % seen.size();
+                if (!seen[at]->pending()) continue;
+                if (settings().stall_us.load() < 0) {
+                    finished_.store(true);
+                    return;
+                }
+                any = seen[at]->serve();
+                next = at + 1;
+            }
+            if (any) {
+                busy = Clock::now();
+                continue;
+            }
+            pause();
+            if (++looks % 16 || Clock::now() - busy < kSpin) continue;
+            std::unique_lock<std::mutex> lock(mutex_);
+            napping_.store(true);
+            if (wake_.wait_for(lock, kNap) == std::cv_status::no_timeout) busy = Clock::now();
+            napping_.store(false);
+        }
+        finished_.store(true);
+    }
+
+    std::mutex mutex_;
+    std::condition_variable wake_;
+    std::vector<std::shared_ptr<Channel>> channels_;
+    std::atomic<uint64_t> version_{1};
+    std::atomic<bool> stopping_{false}, finished_{false}, napping_{false};
+    std::thread thread_;
+};
+
+namespace {
+
+// All that the process has. Never freed: a thread may run while the process exits.
+struct Process {
+    Boards boards;
+    std::unique_ptr<Server> server;
+    std::vector<std::unique_ptr<Server>> leaving;  // told to stop while they were at work
+    std::vector<std::shared_ptr<Channel>> quarantine;
+};
+std::mutex process_mutex;
+Process *process = new Process;
+
+// A forked child has none of the parent's threads and can not use its devices: it leaves all of it alone.
+const int at_fork = pthread_atfork([] { process_mutex.lock(); }, [] { process_mutex.unlock(); },
+                                   [] {
+                                       process = new Process;
+                                       process_mutex.unlock();
+                                   });
+
+// Before a device's runtime takes its memory back. Registered when the first thread starts, so after the runtime's own.
+void stop_at_exit() {
+    std::unique_ptr<Server> server;
+    {
+        const std::lock_guard<std::mutex> lock(process_mutex);
+        server = std::move(process->server);
+    }
+    if (!server) return;
+    server->stop();
+    server.reset();
+}
+
+// With the mutex held. The channels of a thread that has ended go to a new one.
+Server &running() {
+    std::unique_ptr<Server> &server = process->server;
+    if (server && !server->finished()) return *server;
+    auto made = std::make_unique<Server>();
+    if (server)
+        for (const auto &channel : server->channels()) made->add(channel);
+    made->start();
+    static const int registered = std::atexit(stop_at_exit);
+    (void)registered;
+    if (server) process->leaving.push_back(std::move(server));
+    server = std::move(made);
+    return *server;
+}
+
+}  // namespace
+
+Settings &settings() {
+    static auto *one = new Settings;
+    return *one;
+}
+
+// ------------------------------------------------------------------------------------------------------- a channel
+
+Channel::Channel(const Memory &memory, int64_t columns, bool polled, Compute compute)
+    : memory_(memory),
+      columns_(columns),
+      polled_(polled),
+      owner_(static_cast<int>(getpid())),
+      compute_(std::move(compute)) {
+    const std::lock_guard<std::mutex> lock(process_mutex);
+    std::vector<Boards::One> &boards = process->boards.all;
+    auto at = std::find_if(boards.begin(), boards.end(), [&](const Boards::One &one) {
+        return one.allocate == memory.allocate && !one.free.empty();
+    });
+    if (at == boards.end()) {
+        Boards::One made{memory.allocate, static_cast<Board *>(memory.allocate(sizeof(Board))), {}};
+        for (int i = 0; i < kLines; ++i) made.free.insert(i);
+        boards.push_back(std::move(made));
+        at = boards.end() - 1;
+    }
+    line_ = *at->free.begin();
+    at->free.erase(at->free.begin());
+    board_ = at->board;
+    request_ = at->board->requests + line_;
+    answer_ = at->board->answers + line_;
+    trouble_ = at->board->troubles + line_;
+    // Whoever looked at the line for the channel before may look once more.
+    __atomic_store_n(&request_->epoch, 0, __ATOMIC_RELEASE);
+    *answer_ = {};
+    *trouble_ = {};
+}
+
+std::shared_ptr<Channel> Channel::open(const Memory &memory, int64_t columns, bool polled, Compute compute) {
+    sweep();
+    std::shared_ptr<Channel> channel(new Channel(memory, columns, polled, std::move(compute)));
+    if (polled) {
+        const std::lock_guard<std::mutex> lock(process_mutex);
+        running().add(channel);
+    }
+    return channel;
+}
+
+Channel::~Channel() { free(); }
+
+int Channel::add_buffer(int64_t places, int64_t input_bytes) {
+    if (count_ == kMostBuffers) fail(MOEPOOL_ERROR_INTERNAL, "a doorbell has too many buffers");
+    const auto n = static_cast<size_t>(places);
+    const size_t input = aligned(n * sizeof(int32_t)), rows = input + aligned(static_cast<size_t>(input_bytes));
+    auto *base = static_cast<uint8_t *>(memory_.allocate(rows + n * static_cast<size_t>(columns_) * sizeof(float)));
+    memories_[static_cast<size_t>(count_)] = base;
+    buffers_[static_cast<size_t>(count_)] = {places, reinterpret_cast<int32_t *>(base), base + input,
+                                             reinterpret_cast<float *>(base + rows)};
+    return count_++;
+}
+
+void Channel::free() {
+    if (line_ < 0 || owner_ != static_cast<int>(getpid())) return;
+    for (int i = 0; i < count_; ++i) memory_.release(memories_[static_cast<size_t>(i)]);
+    count_ = 0;
+    compute_ = nullptr;
+    const std::lock_guard<std::mutex> lock(process_mutex);
+    for (Boards::One &one : process->boards.all)
+        if (one.board == board_) one.free.insert(line_);
+    line_ = -1;
+}
+
+bool Channel::serve() {
+    const uint32_t epoch = __atomic_load_n(&request_->epoch, __ATOMIC_ACQUIRE);
+    if (epoch == served_) return false;
+    busy_.store(true);
+    if (!closed_.load()) answer_now(epoch);
+    busy_.store(false);
+    return true;
+}
+
+void Fit::add(double n, double took) {
+    // The first answers take long: threads start, memory is touched.
+    if (++count <= kFirst) return;
+    // Later a moment in which somebody else had the processor is no measure, but a quick answer is one.
+    const double expected = pace.record_ns ? pace.base_ns + n * pace.record_ns : took, t = std::min(took, 4 * expected);
+    const double part = std::max(t < expected / 2 ? 0.5 : kNewest, 1.0 / (count - kFirst));
+    mean_n += (n - mean_n) * part;
+    mean_t += (t - mean_t) * part;
+    mean_nn += (n * n - mean_nn) * part;
+    mean_nt += (n * t - mean_nt) * part;
+    const double spread = mean_nn - mean_n * mean_n, whole = mean_t / mean_n;
+    double slope = spread > 0.05 ? (mean_nt - mean_n * mean_t) / spread : whole;
+    slope = std::min(std::max(slope, whole / 2), whole);  // both parts of it are positive
+    constexpr double kMost = 4e9;
+    pace = {static_cast<uint32_t>(std::min(std::max(mean_t - slope * mean_n, 0.0), kMost)),
+            static_cast<uint32_t>(std::min(std::max(slope, 1.0), kMost))};
+}
+
+void Channel::answer_now(uint32_t epoch) {
+    served_ = epoch;
+    if (const int64_t stall = settings().stall_us.load(); stall > 0)
+        std::this_thread::sleep_for(std::chrono::microseconds(stall));
+    const Request &request = *request_;
+    const Buffer &buffer = buffers_[static_cast<size_t>(request.buffer)];
+    const Work work{request.tokens, request.k, request.per_row, buffer.experts, buffer.input, buffer.rows};
+    const int64_t places = work.tokens * work.k;
+    const Clock::time_point begun = Clock::now();
+    try {
+        compute_(work);
+    } catch (...) {  // memory ran out
+        std::fill_n(work.rows, places * columns_, num::nan());
+        failed_.store(true);
+    }
+    const double took = std::chrono::duration<double, std::nano>(Clock::now() - begun).count();
+
+    answer_->took_ns = static_cast<uint32_t>(std::min(took, 4e9));
+
+    // How many records, each multiplied with how many rows.
+    int64_t records = 0, rows = 0;
+    for (int64_t p = 0; p < places; ++p) {
+        if (work.experts[p] < 0) continue;
+        ++rows;
+        records += std::find(work.experts, work.experts + p, work.experts[p]) == work.experts + p;
+    }
+    if (records) {
+        const auto load = static_cast<size_t>(load_class((rows + records - 1) / records));
+        fits_[load].add(static_cast<double>(records), took);
+        answer_->pace[load] = fits_[load].pace;
+    }
+    __atomic_store_n(&answer_->epoch, epoch, __ATOMIC_RELEASE);
+}
+
+void Channel::wake() {
+    if (!polled_ || closed_.load()) return;
+    const std::lock_guard<std::mutex> lock(process_mutex);
+    running().wake();
+}
+
+std::string Channel::failure() const {
+    if (__atomic_load_n(&trouble_->timed_out, __ATOMIC_ACQUIRE))
+        return "a step waited " + std::to_string(settings().timeout_us.load() / 1000) +
+               " ms for the CPU, which did not answer; the rows of that step and of later ones are NaN";
+    if (failed_.load()) return "the CPU could not compute the rows of a step, for host memory ran out; they are NaN";
+    return {};
+}
+
+void Channel::close(std::shared_ptr<Channel> channel) {
+    if (!channel || channel->owner_ != static_cast<int>(getpid())) return;
+    channel->closed_.store(true);
+    {
+        const std::lock_guard<std::mutex> lock(process_mutex);
+        if (process->server && process->server->remove(channel.get())) {
+            process->server->stop();
+            process->leaving.push_back(std::move(process->server));
+        }
+    }
+    for (const auto until = Clock::now() + kClosing; channel->busy_.load() && Clock::now() < until;)
+        std::this_thread::sleep_for(std::chrono::microseconds(20));
+    {
+        const std::lock_guard<std::mutex> lock(process_mutex);
+        process->quarantine.push_back(std::move(channel));
+    }
+    sweep();
+}
+
+// Frees what no worker uses any more.
+void Channel::sweep() {
+    std::vector<std::shared_ptr<Channel>> done;  // freed and joined without the mutex
+    std::vector<std::unique_ptr<Server>> ended;
+    const auto move_out = [](auto &from, auto &to, const auto &is_done) {
+        const auto at = std::partition(from.begin(), from.end(), [&](const auto &one) { return !is_done(one); });
+        std::move(at, from.end(), std::back_inserter(to));
+        from.erase(at, from.end());
+    };
+    {
+        const std::lock_guard<std::mutex> lock(process_mutex);
+        move_out(process->quarantine, done, [](const auto &one) { return !one->busy_.load(); });
+        // An idle thread ends at once; one that computes for a channel in quarantine later.
+        const bool idle = process->quarantine.empty();
+        move_out(process->leaving, ended, [&](const auto &one) { return idle || one->finished(); });
+    }
+    for (const auto &one : done) one->free();
+}
+
+int quarantined() {
+    const std::lock_guard<std::mutex> lock(process_mutex);
+    return static_cast<int>(process->quarantine.size());
+}
+
+bool server_runs() {
+    const std::lock_guard<std::mutex> lock(process_mutex);
+    return process->server && !process->server->finished();
+}
+
+}  // namespace doorbell
+}  // namespace moepool

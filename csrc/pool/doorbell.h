@@ -1,0 +1,179 @@
+// The doorbell: how a step on a device hands work to the CPU, and gets its rows back, without a call between them.
+//
+// A channel belongs to one pool. It has three lines in memory that both sides see (on CUDA page-locked and mapped), of
+// 64 bytes each, and some buffers:
+//
+//   Request   the device writes a buffer, then the rest of the line, then, released, `epoch`
+//   Answer    the CPU writes the rows, then the rest of the line, then, released, `epoch`
+//   Trouble   the device writes it once, when an answer did not come in time
+//
+//   buffer    int32 experts[places]     of each place the expert that the CPU is to compute, or -1       device -> CPU
+//             input[input_bytes]        the activation rows of the request                               device -> CPU
+//             float rows[places][columns]                                                                CPU -> device
+//
+// Order. Epochs are compared for equality alone, so they may wrap. A device posts epoch n + 1 only after it has taken
+// answer n, so one request is under way a channel, and a buffer is never written while the other side reads it. After a
+// request that ran out of time the channel is poisoned: the device posts no more, so a late worker may read and write
+// its buffer as long as it likes. Closing the channel then leaves the buffers, and what the work reads, in quarantine:
+// they are freed by a later open or close, once the worker is seen to be done.
+//
+// One thread a process, the server, looks at the lines of all open channels. It spins while there is work and for
+// kSpin after; then it sleeps kNap between looks, for a device can not wake a thread: the first request after a pause
+// waits up to kNap, and a process whose channels are idle spends some 2 % of one core on looking. It computes on all
+// threads of parallel_for and makes no call into a device's runtime.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+
+#if defined(__CUDACC__)
+#define MOEPOOL_HD __host__ __device__
+#else
+#define MOEPOOL_HD
+#endif
+
+namespace moepool {
+namespace doorbell {
+
+constexpr std::chrono::microseconds kSpin{2000}, kNap{100};
+constexpr int kMostBuffers = 16;
+
+// Records whose work is alike: by how many activation rows a record is multiplied with, 1, 2, 3-4, 5-8, more.
+constexpr int kLoads = 5;
+
+struct alignas(64) Request {
+    int32_t buffer;
+    int32_t tokens, k;
+    int32_t per_row;  // places that share an activation row: k or 1
+    uint32_t epoch;
+};
+
+// What some records take on this machine, under its load of these moments: base_ns + n * record_ns. 0: not known yet.
+struct alignas(8) Pace {  // a device reads it at once
+    uint32_t base_ns, record_ns;
+};
+
+struct alignas(64) Answer {
+    uint32_t epoch;
+    uint32_t took_ns;  // at work
+    Pace pace[kLoads];
+};
+
+struct alignas(64) Trouble {
+    uint32_t epoch;      // of the request
+    uint32_t timed_out;  // set last
+};
+static_assert(sizeof(Request) == 64 && sizeof(Answer) == 64 && sizeof(Trouble) == 64, "a line each");
+
+// A line through what answers took, the newest counting most.
+struct Fit {
+    Pace pace{};
+    int count = 0;
+    double mean_n = 0, mean_t = 0, mean_nn = 0, mean_nt = 0;
+    void add(double records, double took_ns);
+};
+
+// How many of a record's rows fall into which class of Answer::pace.
+MOEPOOL_HD constexpr int load_class(int64_t rows_a_record) {
+    return rows_a_record <= 1 ? 0 : rows_a_record <= 2 ? 1 : rows_a_record <= 4 ? 2 : rows_a_record <= 8 ? 3 : 4;
+}
+
+// Memory that both sides see at the same address. `allocate` throws if it is refused.
+struct Memory {
+    void *(*allocate)(size_t bytes);
+    void (*release)(void *memory);
+};
+
+// One request, as the computing side sees it.
+struct Work {
+    int64_t tokens, k, per_row;
+    const int32_t *experts;  // by place
+    const uint8_t *input;
+    float *rows;
+};
+// Writes the rows of every place with an expert. Whatever it reads is kept alive by it.
+using Compute = std::function<void(const Work &work)>;
+
+struct Buffer {
+    int64_t places;
+    int32_t *experts;
+    uint8_t *input;
+    float *rows;
+};
+
+class Channel {
+  public:
+    // columns: of an answer's row. polled: the server looks after it; else whoever calls serve().
+    static std::shared_ptr<Channel> open(const Memory &memory, int64_t columns, bool polled, Compute compute);
+    ~Channel();
+    Channel(const Channel &) = delete;
+    Channel &operator=(const Channel &) = delete;
+
+    // Room for requests of up to so many places; the index of the buffer.
+    int add_buffer(int64_t places, int64_t input_bytes);
+    const Buffer &buffer(int index) const { return buffers_[static_cast<size_t>(index)]; }
+
+    Request *request() const { return request_; }
+    Answer *answer() const { return answer_; }
+    Trouble *trouble() const { return trouble_; }
+    bool polled() const { return polled_; }
+
+    // Answers a request that waits, on this thread. False: there was none.
+    bool serve();
+    // Makes sure that somebody looks, soon: before a host call that posts.
+    void wake();
+    // Why the channel is of no use any more; empty: it is.
+    std::string failure() const;
+
+    // The device is done with the channel, or has given up on it. Does not wait for a late worker.
+    static void close(std::shared_ptr<Channel> channel);
+
+  private:
+    friend class Server;
+    Channel(const Memory &memory, int64_t columns, bool polled, Compute compute);
+    bool pending() const { return __atomic_load_n(&request_->epoch, __ATOMIC_ACQUIRE) != served_; }
+    void answer_now(uint32_t epoch);
+    void free();
+    static void sweep();
+
+    const Memory memory_;
+    const int64_t columns_;
+    const bool polled_;
+    const int owner_;  // process
+    Compute compute_;
+    void *board_ = nullptr;
+    int line_ = -1;
+    Request *request_ = nullptr;
+    Answer *answer_ = nullptr;
+    Trouble *trouble_ = nullptr;
+    std::array<Buffer, kMostBuffers> buffers_{};
+    std::array<void *, kMostBuffers> memories_{};
+    int count_ = 0;
+    uint32_t served_ = 0;  // of whoever serves
+    std::array<Fit, kLoads> fits_;
+    // Whoever serves sets busy_, then looks at closed_; who closes sets closed_, then looks at busy_: one of the two
+    // sees the other.
+    std::atomic<bool> busy_{false}, closed_{false}, failed_{false};
+};
+
+// Of the process.
+struct Settings {
+    std::atomic<int64_t> timeout_us{1000000};  // above the throttling of a cgroup, below a display's watchdog of 2 s
+    std::atomic<int> host_nodes{-1};           // 1: always, 0: never, -1: where a kernel that waits is not safe
+    std::atomic<int64_t> stall_us{0};          // for tests: wait before computing; -1: the server's thread ends instead
+    std::atomic<int> period{2048};             // of division::advance
+};
+Settings &settings();
+
+// For tests: channels in quarantine, and whether the server's thread runs.
+int quarantined();
+bool server_runs();
+
+}  // namespace doorbell
+}  // namespace moepool

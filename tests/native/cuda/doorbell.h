@@ -1,0 +1,22 @@
+// A doorbell at which nobody is: it keeps what a step asks for.
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+namespace moepool {
+namespace cuda {
+
+struct BellState {
+    int share;               // of the missing experts, drawn beforehand
+    bool all_host;           // the same
+    std::vector<int> asked;  // by place: the expert, or -1
+    int streamed, hosted, wanted;
+};
+struct Bell {
+    BellState *state;
+    bool divides;
+};
+
+}  // namespace cuda
+}  // namespace moepool
