@@ -41,7 +41,7 @@ format: $(VENV)/.installed-dev
 	@$(BIN)/clang-format -i $(CXX_FILES)
 
 clean:
-	rm -rf build dist moepool.egg-info moepool/lib moepool/include moepool/_native/*.so \
+	rm -rf build dist moepool.egg-info moepool/lib moepool/include moepool/*.so moepool/_native/*.so \
 		moepool/cmake/moepoolConfigVersion.cmake
 	rm -rf .mypy_cache .pytest_cache .ruff_cache .hypothesis
 	find moepool tests bench -name __pycache__ -prune -exec rm -rf {} +

@@ -21,7 +21,7 @@ _spec.loader.exec_module(native)
 
 
 class BuildNative(build_ext):
-    """Lays libmoepool.so, the cffi module and the header into the package.
+    """Lays libmoepool.so, the two extension modules and the header into the package.
 
     That of the source tree for an editable install and with --inplace, else that of the build folder.
     """
@@ -47,6 +47,9 @@ class BuildNative(build_ext):
 
 setup(
     cmdclass={"build_ext": BuildNative},
-    ext_modules=[Extension("moepool._native._lib", sources=[], py_limited_api=True)],
-    options={"bdist_wheel": {"py_limited_api": "cp311"}},
+    # The binding would serve every Python from 3.11 on; the simulator is of one, and so is a wheel of both.
+    ext_modules=[
+        Extension("moepool._native._lib", sources=[], py_limited_api=True),
+        Extension("moepool._sim", sources=[]),
+    ],
 )

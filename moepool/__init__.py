@@ -52,13 +52,19 @@ from moepool.errors import (
 from moepool.ffn import ExpertFFN
 from moepool.memory import Memory, memory
 from moepool.ops import add, combine, matmul_id, swiglu
+from moepool.plan import LayerPlan, Plan, Watermark, make_plan
 from moepool.policy import Policy
 from moepool.pool import Pool, PoolMatrix, PoolStats, Route
 from moepool.pooltrace import PoolTrace, TracedSteps
+from moepool.rates import Rates, measure_rates
+from moepool.simulate import Chooser, ChosenPool, Simulation, SimulationRun, simulate
 from moepool.store import ExpertStore, Layer, MatrixInfo
+from moepool.trace import PoolRecorder, Trace, TraceInfo, TraceModel, TraceRecorder, trace_model
 
 __all__ = [
     "ArgumentError",
+    "Chooser",
+    "ChosenPool",
     "CudaError",
     "DtypeError",
     "ExpertFFN",
@@ -67,21 +73,32 @@ __all__ = [
     "IdError",
     "KernelChoice",
     "Layer",
+    "LayerPlan",
     "MatrixInfo",
     "Memory",
     "MoePoolError",
     "MoePoolWarning",
     "OutOfMemoryError",
+    "Plan",
     "Policy",
     "Pool",
     "PoolMatrix",
+    "PoolRecorder",
     "PoolStats",
     "PoolTrace",
     "QuantType",
+    "Rates",
     "Route",
+    "Simulation",
+    "SimulationRun",
     "StateError",
+    "Trace",
+    "TraceInfo",
+    "TraceModel",
+    "TraceRecorder",
     "TracedSteps",
     "UnsupportedError",
+    "Watermark",
     "__version__",
     "add",
     "build_info",
@@ -91,13 +108,17 @@ __all__ = [
     "get_include",
     "get_pinned_limit",
     "get_threads",
+    "make_plan",
     "matmul_id",
+    "measure_rates",
     "memory",
     "quant_types",
     "set_doorbell",
     "set_pinned_limit",
     "set_threads",
+    "simulate",
     "swiglu",
+    "trace_model",
     "use_cpu_kernel",
 ]
 

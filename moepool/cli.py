@@ -1,22 +1,40 @@
-"""The command line: `moepool generate | perplexity | info | doctor | demo`."""
+"""The command line: `moepool generate | perplexity | info | doctor | demo | trace | simulate | plan`."""
 
 from __future__ import annotations
 
 import errno
 import importlib.util
-import json
-import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
 from textwrap import indent
-from typing import Any, Literal, TextIO, TypeVar
+from typing import Any, TextIO
 
 import click
+from click.core import ParameterSource
 
 import moepool
-from moepool.errors import ArgumentError, MoePoolError, MoePoolWarning
+from moepool.cli_plan import plan_command
+from moepool.cli_simulate import simulate_command
+from moepool.cli_trace import trace_group
+from moepool.errors import ArgumentError, MoePoolError, MoePoolWarning, UnsupportedError
+from moepool.options import (
+    FILE,
+    MODEL,
+    OUTPUT,
+    json_option,
+    placement_options,
+    trace_option,
+    writable,
+    write_json,
+)
+from moepool.plan import Plan, Watermark
+from moepool.policy import Policy, PolicyName
+from moepool.pool import Miss
+from moepool.rates import Rates, measure_rates, rates_path
+from moepool.runner.config import Config
 from moepool.runner.demo import run_demo
 from moepool.runner.devices import (
     CUPY_REMEDY,
@@ -28,13 +46,12 @@ from moepool.runner.devices import (
 )
 from moepool.runner.generate import Generation, Sampling, generate
 from moepool.runner.info import ModelInfo
-from moepool.runner.model import Checkpoint, Placement, bundled_model
+from moepool.runner.model import Checkpoint, Model, Placement
 from moepool.runner.perplexity import Perplexity, perplexity
+from moepool.runner.profile import HEADER as PROFILE_HEADER
 from moepool.runner.profile import RoutingProfile
 from moepool.runner.table import format_table
-
-_F = TypeVar("_F", bound=Callable[..., Any])
-_P = TypeVar("_P", str, Path, None)
+from moepool.trace import PoolRecorder, Trace, trace_model
 
 
 class _Commands(click.Group):
@@ -65,114 +82,73 @@ def _show_warning(
     click.echo(f"Warning: {message}", err=True)
 
 
-class _ModelPath(click.Path):
-    """A GGUF file, or the name of the bundled model."""
-
-    name = "model"
-
-    def __init__(self) -> None:
-        super().__init__(exists=True, dir_okay=False, path_type=Path)
-
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        return bundled_model() if value == "tiny-moe" else super().convert(value, param, ctx)
-
-
-_MODEL = _ModelPath()
-_FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
-_OUTPUT = click.Path(dir_okay=False, path_type=Path)
-
-
-def _placement_options(command: _F) -> _F:
-    """The options that say where experts live and what else computes; only `--dense` changes the output."""
-    for option in reversed(
-        (
-            click.option(
-                "--slots", type=click.IntRange(0), default=0, show_default=True, help="Slots of each layer."
-            ),
-            click.option(
-                "--policy",
-                type=click.Choice(["lru", "static"]),
-                default="lru",
-                show_default=True,
-                help="Which experts hold the slots: those used last, or a fixed set.",
-            ),
-            click.option(
-                "--miss",
-                type=click.Choice(["stream", "host", "auto"]),
-                default="stream",
-                show_default=True,
-                help="Who computes an expert without a slot: the device, the CPU, or both.",
-            ),
-            click.option("--device", default="cpu", show_default=True, help="cpu or cuda:N."),
-            click.option(
-                "--dense",
-                type=click.Choice(["numpy", "cupy"]),
-                default="numpy",
-                show_default=True,
-                help="What computes all but the experts: NumPy on the CPU, or CuPy on the device. Logits of "
-                "CuPy differ from NumPy's in their last bits.",
-            ),
-            click.option(
-                "--hot",
-                type=_FILE,
-                help="Routing profile (CSV of `generate --profile`) that chooses the fixed set.",
-            ),
-            click.option(
-                "--threads", type=click.IntRange(1), help="CPU threads of the experts [default: all]."
-            ),
-        )
-    ):
-        command = option(command)
-    return command
-
-
-def _writable(ctx: click.Context, param: click.Parameter, value: _P) -> _P:
-    """Refuses before a run, which may be long, what could not be written after it."""
-    if value is None or value == "-":
-        return value
-    path = Path(value)
-    if path.is_dir():
-        raise click.BadParameter(f"{path} is a directory", ctx, param)
-    if not path.parent.is_dir():
-        raise click.BadParameter(f"there is no directory {path.parent}", ctx, param)
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise click.BadParameter(f"{path} cannot be written", ctx, param)
-    return value
-
-
-def _json_option(command: _F) -> _F:
-    return click.option(
-        "--json",
-        "json_path",
-        metavar="FILE",
-        callback=_writable,
-        help="Write the result as JSON; - for standard output.",
-    )(command)
-
-
 def _placement(
     checkpoint: Checkpoint,
+    model: Path,
     slots: int,
-    policy: Literal["lru", "static"],
-    miss: Literal["stream", "host", "auto"],
+    policy: Policy,
+    miss: Miss,
     device: str,
     hot: Path | None,
+    plan: Path | None,
 ) -> Placement:
-    if hot is None:
-        return Placement(slots, policy, miss, device)
-    if policy != "static":
-        raise ArgumentError("--hot chooses the experts of --policy static")
+    if plan is not None and not _overridden():
+        return Placement(device=device, plan=Plan.load(plan, trace_model(model)))
+    name: Policy | PolicyName = policy if policy != Policy(policy.name) else policy.name
     config = checkpoint.config
-    profile = RoutingProfile.load(hot, config.layers, config.experts)
-    return Placement(slots, policy, miss, device, profile.hottest(slots))
+    if policy.name not in ("static", "pinned"):
+        if hot is not None:
+            raise ArgumentError("--hot chooses the experts of --policy static and pinned")
+        return Placement(slots, name, miss, device)
+    if hot is None:
+        if policy.name == "pinned":
+            raise ArgumentError("--policy pinned needs --hot, a profile or a trace: the experts that stay")
+        return Placement(slots, name, miss, device)
+    kept = slots if policy.name == "static" else slots // 2
+    return Placement(slots, name, miss, device, _hottest(hot, kept, model, config))
 
 
-def _write_json(path: str, result: dict[str, Any]) -> None:
-    text = json.dumps(result, indent=2, ensure_ascii=False, default=str) + "\n"
-    if path == "-":
-        click.echo(text, nl=False)
-    else:
-        Path(path).write_text(text, encoding="utf-8")
+@contextmanager
+def _recording(model: Path, runner: Model, path: Path | None) -> Iterator[PoolRecorder | None]:
+    """Writes the routing of what runs inside to a file, if there is to be one."""
+    if path is None:
+        yield None
+        return
+    # What measured times had a say in can only be repeated from what was admitted.
+    admissions = runner.placement.miss == "auto"
+    with PoolRecorder(trace_model(model), runner.pools, admissions) as recorder:
+        yield recorder
+    recorder.trace().save(path)
+
+
+def _watching(placement: Placement, runner: Model) -> AbstractContextManager[object]:
+    """Gives slots back when others take the device's memory, if the plan was made by what was free there."""
+    plan = placement.plan
+    if plan is None or plan.reserve_bytes is None or placement.device == "cpu":
+        return nullcontext()
+    return Watermark(plan, runner.pools, placement.device).watching()
+
+
+def _overridden() -> bool:
+    """Whether arguments say where experts live, while the plan is only named by the environment."""
+    context = click.get_current_context()
+    given = [
+        f"--{name}"
+        for name in ("slots", "policy", "hot")
+        if context.get_parameter_source(name) == ParameterSource.COMMANDLINE
+    ]
+    if given and context.get_parameter_source("plan") == ParameterSource.COMMANDLINE:
+        raise ArgumentError(f"--plan says where experts live, and so does {given[0]}: give one of them")
+    return bool(given)
+
+
+def _hottest(path: Path, slots: int, model: Path, config: Config) -> list[list[int]]:
+    """The most wanted experts of each layer, by a profile or a trace."""
+    with path.open("rb") as file:
+        is_profile = file.readline().strip() == PROFILE_HEADER.encode()
+    if is_profile:
+        return RoutingProfile.load(path, config.layers, config.experts).hottest(slots)
+    return Trace.load(path, trace_model(model)).hottest(slots)
 
 
 def _run_facts(model: Path, placement: Placement, dense: Dense) -> dict[str, Any]:
@@ -201,12 +177,12 @@ def main() -> None:
 
 
 @main.command("generate")
-@click.argument("model", type=_MODEL)
+@click.argument("model", type=MODEL)
 @click.option("-p", "--prompt", required=True, help="Text to continue.")
 @click.option(
     "-n", "--tokens", "n", type=click.IntRange(1), default=64, show_default=True, help="Tokens to generate."
 )
-@_placement_options
+@placement_options
 @click.option(
     "--temperature", type=float, default=0.0, show_default=True, help="0: always the most probable token."
 )
@@ -217,9 +193,10 @@ def main() -> None:
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random numbers.")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the model's end-of-text token.")
 @click.option(
-    "--profile", type=_OUTPUT, callback=_writable, help="Write how often each expert was wanted, as CSV."
+    "--profile", type=OUTPUT, callback=writable, help="Write how often each expert was wanted, as CSV."
 )
-@_json_option
+@trace_option
+@json_option
 def generate_command(
     model: Path,
     prompt: str,
@@ -232,6 +209,7 @@ def generate_command(
     seed: int,
     ignore_eos: bool,
     profile: Path | None,
+    trace_path: Path | None,
     json_path: str | None,
     **where: Any,
 ) -> None:
@@ -240,11 +218,15 @@ def generate_command(
     if threads is not None:
         moepool.set_threads(threads)
     with Checkpoint(model, xp=dense_module(dense, where["device"])) as checkpoint:
-        placement = _placement(checkpoint, **where)
+        placement = _placement(checkpoint, model, **where)
         counts = (
             None if profile is None else RoutingProfile(checkpoint.config.layers, checkpoint.config.experts)
         )
-        with checkpoint.model(placement) as runner:
+        with (
+            checkpoint.model(placement) as runner,
+            _recording(model, runner, trace_path) as recorder,
+            _watching(placement, runner),
+        ):
             result = generate(
                 runner,
                 checkpoint.tokenizer,
@@ -254,6 +236,7 @@ def generate_command(
                 stop_at_eos=not ignore_eos,
                 on_text=None if json_path == "-" else lambda piece: click.echo(piece, nl=False),
                 profile=counts,
+                trace=recorder,
             )
     if json_path != "-":
         click.echo()
@@ -262,7 +245,7 @@ def generate_command(
         counts.save(profile)
     if json_path is not None:
         facts = _run_facts(model, placement, dense) | {"prompt": prompt, "sampling": asdict(sampling)}
-        _write_json(json_path, facts | asdict(result) | {"tokens_per_second": result.tokens_per_second})
+        write_json(json_path, facts | asdict(result) | {"tokens_per_second": result.tokens_per_second})
 
 
 def _generation_line(result: Generation) -> str:
@@ -275,13 +258,14 @@ def _generation_line(result: Generation) -> str:
 
 
 @main.command("perplexity")
-@click.argument("model", type=_MODEL)
-@click.argument("text", type=_FILE)
+@click.argument("model", type=MODEL)
+@click.argument("text", type=FILE)
 @click.option("--context", type=int, default=512, show_default=True, help="Tokens of a window.")
 @click.option("--windows", type=click.IntRange(1), help="Only the first N windows.")
 @click.option("--batch", type=click.IntRange(1), help="Tokens of a forward pass [default: a window].")
-@_placement_options
-@_json_option
+@placement_options
+@trace_option
+@json_option
 def perplexity_command(
     model: Path,
     text: Path,
@@ -290,6 +274,7 @@ def perplexity_command(
     batch: int | None,
     threads: int | None,
     dense: Dense,
+    trace_path: Path | None,
     json_path: str | None,
     **where: Any,
 ) -> None:
@@ -301,9 +286,22 @@ def perplexity_command(
     if threads is not None:
         moepool.set_threads(threads)
     with Checkpoint(model, xp=dense_module(dense, where["device"])) as checkpoint:
-        placement = _placement(checkpoint, **where)
-        with checkpoint.model(placement) as runner:
-            result = perplexity(runner, checkpoint.tokenizer, content, context, windows, batch, progress=True)
+        placement = _placement(checkpoint, model, **where)
+        with (
+            checkpoint.model(placement) as runner,
+            _recording(model, runner, trace_path) as recorder,
+            _watching(placement, runner),
+        ):
+            result = perplexity(
+                runner,
+                checkpoint.tokenizer,
+                content,
+                context,
+                windows,
+                batch,
+                progress=True,
+                trace=recorder,
+            )
     if json_path != "-":
         click.echo(_perplexity_line(result))
     if json_path is not None:
@@ -312,7 +310,7 @@ def perplexity_command(
             "context": context,
             "batch": batch or context,
         }
-        _write_json(json_path, facts | asdict(result))
+        write_json(json_path, facts | asdict(result))
 
 
 def _perplexity_line(result: Perplexity) -> str:
@@ -324,8 +322,8 @@ def _perplexity_line(result: Perplexity) -> str:
 
 
 @main.command("info")
-@click.argument("model", type=_MODEL)
-@_json_option
+@click.argument("model", type=MODEL)
+@json_option
 def info_command(model: Path, json_path: str | None) -> None:
     """Layers, experts and their types, and what slots cost. Any architecture with experts."""
     info = ModelInfo.from_gguf(model)
@@ -335,7 +333,7 @@ def info_command(model: Path, json_path: str | None) -> None:
             "slot_costs": info.slot_costs(),
             "not_computed": info.not_computed,
         }
-        _write_json(json_path, {"model": str(model)} | asdict(info) | slots)
+        write_json(json_path, {"model": str(model)} | asdict(info) | slots)
     if json_path == "-":
         return
     first = info.layers[0]
@@ -370,9 +368,15 @@ def info_command(model: Path, json_path: str | None) -> None:
 
 
 @main.command("doctor")
-@_json_option
-def doctor_command(json_path: str | None) -> None:
+@click.option(
+    "--measure",
+    is_flag=True,
+    help="Measure how fast experts are read, for a few seconds, and keep it for `simulate` and `plan`.",
+)
+@json_option
+def doctor_command(measure: bool, json_path: str | None) -> None:
     """What this build and this machine offer."""
+    rates = _measured() if measure else None
     devices, build, kernels = available_devices(), moepool.build_info(), moepool.cpu_kernels()
     cards, why_none = _cards()
     if json_path is not None:
@@ -385,8 +389,9 @@ def doctor_command(json_path: str | None) -> None:
             "cpu_kernel_problems": moepool.cpu_kernel_problems(),
             "threads": moepool.get_threads(),
             "build": build,
+            "rates": None if rates is None else asdict(rates),
         }
-        _write_json(json_path, report)
+        write_json(json_path, report)
     if json_path == "-":
         return
     click.echo(f"moepool {moepool.__version__}, {moepool.get_threads()} CPU threads")
@@ -413,6 +418,25 @@ def doctor_command(json_path: str | None) -> None:
         "Build:       " + ", ".join(f"{key} {value}" for key, value in build.items() if key != "version")
     )
 
+    if rates is not None:
+        click.echo()
+        click.echo(f"Experts are read at {rates.host / 1e9:.1f} GB/s by {rates.threads} CPU threads")
+        if rates.memory is not None and rates.link is not None:
+            click.echo(f"and at {rates.memory / 1e9:.0f} GB/s by {rates.card} from its slots,")
+            click.echo(f"{rates.link / 1e9:.1f} GB/s over the link")
+        click.echo(f"Written to {rates_path()}")
+
+
+def _measured() -> Rates:
+    """Measures the first GPU that can be used, or the CPU alone, and keeps the rates."""
+    try:
+        rates = measure_rates("cuda:0" if "cuda:0" in available_devices() else "cpu")
+    except UnsupportedError as error:  # CuPy is missing
+        click.echo(f"only the CPU is measured: {error}", err=True)
+        rates = measure_rates("cpu")
+    rates.save(rates_path())
+    return rates
+
 
 def _cards() -> tuple[list[CudaDevice], str]:
     """The CUDA devices, and why there are none."""
@@ -435,28 +459,35 @@ def _demo_devices() -> list[str]:
 
 
 @main.command("demo")
-@click.option("--model", type=_MODEL, default="tiny-moe", show_default=True, help="Another GGUF file.")
+@click.option("--model", type=MODEL, default="tiny-moe", show_default=True, help="Another GGUF file.")
 @click.option(
     "-n", "--tokens", "n", type=click.IntRange(1), default=48, show_default=True, help="Tokens of each row."
 )
 @click.option("--device", "only", multiple=True, help="Only this device; may be given again [default: all].")
-@_json_option
+@json_option
 @click.pass_context
 def demo_command(
     ctx: click.Context, model: Path, n: int, only: tuple[str, ...], json_path: str | None
 ) -> None:
-    """Generate the same text under many placements and compare every byte. Exits 1 if one differs."""
+    """Trace a text, simulate and plan by it, generate it again under many placements, and compare every byte
+    and count. Exits 1 if one differs."""
     devices = list(only) or _demo_devices()
     with Checkpoint(model) as checkpoint:
         comparison = run_demo(checkpoint, devices, n, progress=True)
     if json_path is not None:
-        _write_json(json_path, {"model": str(model)} | comparison.as_dict())
+        write_json(json_path, {"model": str(model)} | comparison.as_dict())
     if json_path != "-":
         click.echo(f"{checkpoint.config.name}, {n} tokens after {comparison.prompt!r}:")
         click.echo(indent(comparison.rows[0].generation.text, "    "))
         click.echo()
         click.echo(comparison.table())
         click.echo()
+        click.echo(comparison.words())
         click.echo(comparison.verdict())
-    if comparison.different:
+    if comparison.different or comparison.unforeseen:
         ctx.exit(1)
+
+
+main.add_command(trace_group)
+main.add_command(simulate_command)
+main.add_command(plan_command)

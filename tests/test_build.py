@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import tomllib
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -201,8 +202,20 @@ const char *moepool_build_info(void) {
 """
 
 
+SMALL_SIMULATOR = """\
+#include <Python.h>
+int law();
+static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_sim"};
+PyMODINIT_FUNC PyInit__sim(void) {
+    PyObject *made = PyModule_Create(&module);
+    PyModule_AddIntConstant(made, "law", law());
+    return made;
+}
+"""
+
+
 class SmallTree:
-    """A source tree of two files, built in place by the real setup.py in a process of its own."""
+    """A source tree of a few files, built in place by the real setup.py in a process of its own."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -218,7 +231,8 @@ class SmallTree:
             "csrc/part/other.cpp",
             '#include "part/other.h"\nint visible_elsewhere(int x) { return x + NOTHING; }\n',
         )
-        self.write("csrc/sim/module.cpp", "#error is not part of the library\n")
+        self.write("csrc/pool/residency.cpp", "int law() { return 42; }\n")
+        self.write("csrc/sim/module.cpp", SMALL_SIMULATOR)
 
     def write(self, name: str, text: str) -> None:
         file = self.root / name
@@ -258,8 +272,9 @@ def tree(tmp_path: Path) -> SmallTree:
 
 @needs_checkout
 def test_only_what_changed_is_compiled(tree: SmallTree) -> None:
-    links = ["_lib.abi3.so", "libmoepool.so"]
-    assert tree.build() == sorted([*links, "_lib.c", "csrc/api.cpp", "csrc/part/other.cpp"])
+    links, simulator = ["_lib.abi3.so", "libmoepool.so"], build.SIMULATOR
+    sources = ["csrc/api.cpp", "csrc/part/other.cpp", "csrc/pool/residency.cpp", "csrc/sim/module.cpp"]
+    assert tree.build() == sorted([*links, simulator, "_lib.c", *sources])
     assert tree.build() == []
     (tree.root / "csrc/api.cpp").touch()
     assert tree.build() == []
@@ -270,10 +285,42 @@ def test_only_what_changed_is_compiled(tree: SmallTree) -> None:
     tree.write("csrc/part/other.h", "#define NOTHING 0\n")
     assert tree.build() == sorted([*links, "csrc/part/other.cpp"])
     assert "-g1" not in tree.build_info()["flags"]
+    tree.write("csrc/sim/module.cpp", SMALL_SIMULATOR.replace("law())", "-law())"))
+    assert tree.build() == sorted([simulator, "csrc/sim/module.cpp"])  # the library has no part in it
+    tree.write("csrc/pool/residency.cpp", "int law() { return 43; }\n")
+    assert tree.build() == sorted([*links, simulator, "csrc/pool/residency.cpp"])
     assert "csrc/part/other.cpp" in tree.build(CXXFLAGS="-g1")
     assert "-g1" in tree.build_info()["flags"]
     (tree.root / "csrc/part/other.h").unlink()
     assert tree.try_build(CXXFLAGS="-g1").returncode != 0
+
+
+@needs_checkout
+@needs_binutils
+def test_the_simulator_is_a_module_of_this_python_with_the_librarys_law(tree: SmallTree) -> None:
+    tree.build()
+    code = "from moepool import _sim; print(_sim.law, _sim.__file__)"
+    law, _, file = run(sys.executable, "-c", code, cwd=tree.root).strip().partition(" ")
+    assert law == "42"
+    assert Path(file).name == build.SIMULATOR
+    names = {name for _, name in symbols(tree.root / "moepool/lib/libmoepool.so")}
+    assert not any("PyInit" in name for name in names)
+
+
+@needs_checkout
+def test_a_wheel_is_of_one_python(tree: SmallTree) -> None:
+    """The simulator has no stable ABI, so a wheel must not say that it serves others."""
+    tree.build()
+    run(
+        *(sys.executable, "setup.py", "-q", "bdist_wheel"),
+        cwd=tree.root,
+        env={**os.environ, "MOEPOOL_CUDA": "off"},
+    )
+    (wheel,) = (tree.root / "dist").glob("*.whl")
+    here = f"cp{sys.version_info.major}{sys.version_info.minor}"
+    assert f"-{here}-{here}-" in wheel.name
+    with zipfile.ZipFile(wheel) as archive:
+        assert {f"moepool/{product}" for product in build.PRODUCTS} <= set(archive.namelist())
 
 
 @needs_checkout

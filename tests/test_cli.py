@@ -145,6 +145,29 @@ def test_info_shows_types_that_are_not_computed(tmp_path: Path) -> None:
         moepool.ExpertStore.from_gguf(path)
 
 
+def test_doctor_measures_and_keeps_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    measured: list[str] = []
+
+    def measure(device: str) -> moepool.Rates:
+        measured.append(device)
+        if device != "cpu":
+            raise moepool.UnsupportedError("no CuPy")
+        return moepool.Rates("cpu", 10e9, 1e-5, threads=3)
+
+    monkeypatch.setattr("moepool.cli.measure_rates", measure)
+    printed = run("doctor", "--measure").stdout
+    assert "Experts are read at 10.0 GB/s by 3 CPU threads" in printed
+    assert moepool.Rates.load(tmp_path / "moepool" / "rates.json").threads == 3
+    monkeypatch.setattr(
+        "moepool.cli.available_devices", lambda: {"cpu": moepool.memory(), "cuda:0": moepool.memory()}
+    )
+    result = run("doctor", "--measure", "--json", "-")
+    assert "only the CPU is measured: no CuPy" in result.stderr
+    assert json.loads(result.stdout)["rates"]["threads"] == 3
+    assert measured == ["cpu", "cuda:0", "cpu"]
+
+
 def test_doctor_tells_devices_and_build() -> None:
     report = run_json("doctor")
     assert report["devices"]["cpu"]["total"] > report["devices"]["cpu"]["free"] > 0

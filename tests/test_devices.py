@@ -78,7 +78,7 @@ def test_without_a_usable_driver_the_commands_say_why_and_go_on(
     assert f"no GPU, everything runs on the CPU: {reason}" in run("doctor").stdout
     result = run("demo", "-n", "2")
     assert f"no CUDA rows: {reason}" in result.stderr
-    assert result.stdout.endswith("same bytes: yes (7 placements)\n")
+    assert result.stdout.endswith("same bytes: yes (8 placements)\n")
 
 
 def test_the_dense_parts_have_their_module(monkeypatch: pytest.MonkeyPatch) -> None:

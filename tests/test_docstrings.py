@@ -14,12 +14,24 @@ import moepool
 from moepool.gguf import GGUFFile, expert_layers
 from moepool.runner import bundled_model
 
-MODULES = [
-    "moepool",
-    *(
-        f"moepool.{name}"
-        for name in ("arrays", "cpu", "cuda", "errors", "ffn", "gguf", "memory", "ops", "pool", "store")
-    ),
+MODULES = ["moepool"] + [
+    f"moepool.{name}"
+    for name in (
+        *(
+            "arrays",
+            "cli_simulate",
+            "cpu",
+            "cuda",
+            "errors",
+            "ffn",
+            "gguf",
+            "memory",
+            "ops",
+            "plan",
+            "policy",
+        ),
+        *("pool", "rates", "simulate", "store", "trace", "tracefile"),
+    )
 ]
 
 # What an example may use without importing it.
@@ -34,7 +46,10 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", MODULES)
-def test_examples_run_as_printed(name: str, settings_kept: None) -> None:
+def test_examples_run_as_printed(
+    name: str, settings_kept: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)  # some write files
     module = importlib.import_module(name)
     finder, runner = doctest.DocTestFinder(), doctest.DocTestRunner(verbose=False)
     report: list[str] = []

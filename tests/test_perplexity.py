@@ -23,8 +23,10 @@ class PositionModel:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
+        self.phases: set[tuple[str, bool]] = set()
 
-    def forward(self, tokens: Any, cache: Any, *, first: int) -> Any:
+    def forward(self, tokens: Any, cache: Any, *, first: int, phase: str, observe: Any) -> Any:
+        self.phases.add((phase, len(tokens) <= 32))
         positions = np.arange(cache.length, cache.length + len(tokens), dtype=np.float32)
         cache.length += len(tokens)
         self.tokens.extend(int(token) for token in tokens)
@@ -40,6 +42,7 @@ def test_positions_256_to_510_are_scored(batch: int) -> None:
     scored = _scored_logits(model, cache, window, batch)  # type: ignore[arg-type]
     assert scored[:, 0].tolist() == list(range(256, 511))
     assert model.tokens == window.tolist()
+    assert model.phases <= {("decode", True), ("prompt", False)}
 
 
 def test_losses_and_estimate_follow_their_definitions() -> None:

@@ -8,10 +8,12 @@ import sys
 import tomllib
 from pathlib import Path
 
+import click
 import pytest
 
 import moepool
 from moepool._native import build
+from moepool.cli import main
 from tests.programs import run
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -64,7 +66,8 @@ def test_the_commands_run(tmp_path: Path) -> None:
         assert program == "moepool"
         used.add(arguments[0])
         run(sys.executable, "-m", "moepool", *arguments, cwd=tmp_path)
-    assert used == {"doctor", "info", "generate", "perplexity", "demo"} <= named(README)
+    commands = {"doctor", "info", "generate", "perplexity", "trace", "simulate", "plan", "demo"}
+    assert used == commands <= named(README)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -108,6 +111,18 @@ def test_every_setting_of_the_build_is_in_the_table() -> None:
     assert told | read | set(build.FLAG_VARIABLES) <= named(page)
     (archs,) = re.findall(r"`all` \|(.*)", page.read_text())
     assert tuple(re.findall(r"\d+", archs)) == build.TUNED_ARCHS
+
+
+def test_every_variable_of_the_commands_is_in_the_table() -> None:
+    page = named(ROOT / "docs" / "install.md")
+    read = {
+        option.envvar
+        for command in main.commands.values()
+        for option in command.params
+        if isinstance(option, click.Option) and option.envvar
+    }
+    assert {"MOEPOOL_SLOTS", "MOEPOOL_VRAM"} <= read
+    assert read <= page
 
 
 def test_every_extra_is_in_the_table() -> None:

@@ -1,4 +1,4 @@
-"""Compiles libmoepool.so and its cffi binding.
+"""Compiles libmoepool.so, its cffi binding and the simulator.
 
 setup.py loads this file by its path, so that a build never imports moepool. Every file of csrc/ is compiled
 for itself, all cores at once, into build/native; it is compiled again if its source, a header that it
@@ -47,7 +47,12 @@ LIBRARY = "lib/libmoepool.so"
 BINDING = "_native/_lib.abi3.so"
 HEADER = "include/moepool.h"
 CMAKE_VERSION = "cmake/moepoolConfigVersion.cmake"
-PRODUCTS = (LIBRARY, BINDING, HEADER, CMAKE_VERSION)
+# pybind11 has no stable ABI: this module is of the Python that builds it.
+SIMULATOR = f"_sim{sysconfig.get_config_var('EXT_SUFFIX')}"
+PRODUCTS = (LIBRARY, BINDING, SIMULATOR, HEADER, CMAKE_VERSION)
+
+# What the simulator shares with the pools, so that both follow one law: the same object files.
+SHARED_WITH_SIMULATOR = ("pool/residency.cpp",)
 
 TUNED_ARCHS = ("75", "80", "86", "89", "90", "100", "120")
 ARCH_WITHOUT_GPU = "90"
@@ -458,11 +463,7 @@ class Builder:
 
     def binding_steps(self, library: Path) -> tuple[Step, Step]:
         """How to compile and link the cffi module; it finds the library beside itself in the package."""
-        python = Path(sysconfig.get_paths()["include"])
-        if not (python / "Python.h").exists():
-            raise BuildError(
-                f"{python}/Python.h is missing: install Python's headers (Debian: apt install python3-dev)"
-            )
+        python = python_headers()
         source, target = self.out / "_lib.c", self.out / Path(BINDING).name
         emit_binding(self.root / HEADER, source)
         object_, depfile = self.out / "_lib.o", self.out / "_lib.d"
@@ -486,6 +487,26 @@ class Builder:
             Step(target.name, link, target, (object_, library)),
         )
 
+    def simulator_steps(self) -> tuple[list[Step], Step]:
+        """How to compile csrc/sim and to link it with what it shares with the library, of which it needs
+        nothing else."""
+        import pybind11
+
+        headers = [f"-I{python_headers()}", "-isystem", pybind11.get_include()]
+        compile_ = []
+        for source in sorted((self.root / "csrc" / "sim").glob("*.cpp")):
+            # For the Python that builds: another one finds no object of its own.
+            target = self.object_of(source).with_suffix(f".{sys.implementation.cache_tag}.o")
+            depfile = target.with_suffix(".d")
+            files = ["-MMD", "-MF", str(depfile), "-c", str(source), "-o", str(target)]
+            command = [*self.cxx, *self.cxx_flags, *self.includes, *headers, *files]
+            compile_.append(Step(str(source.relative_to(self.root)), command, target, (source,), depfile))
+        shared = [self.object_of(self.root / "csrc" / name) for name in SHARED_WITH_SIMULATOR]
+        objects = (*(step.output for step in compile_), *shared)
+        target = self.out / SIMULATOR
+        link = [*self.cxx, "-shared", *self.cxx_flags, *self._user("LDFLAGS"), *map(str, objects), "-pthread"]
+        return compile_, Step(target.name, [*link, "-o", str(target)], target, objects)
+
     def cmake_version(self) -> Path:
         """Write the file by which find_package(moepool 0.1 CONFIG) knows whether this version will do."""
         file = self.out / Path(CMAKE_VERSION).name
@@ -506,12 +527,29 @@ class Builder:
         objects = [self.compile_step(source) for source in self.sources()]
         library = self.library_step([step.output for step in objects])
         compile_binding, binding = self.binding_steps(library.output)
-        run_stale([*objects, compile_binding], identities, jobs)
-        run_stale([library], identities, 1)
+        compile_simulator, simulator = self.simulator_steps()
+        run_stale([*objects, compile_binding, *compile_simulator], identities, jobs)
+        run_stale([library, simulator], identities, jobs)
         run_stale([binding], identities, 1)
-        made = (library.output, binding.output, self.root / HEADER, self.cmake_version())
+        made = (
+            library.output,
+            binding.output,
+            simulator.output,
+            self.root / HEADER,
+            self.cmake_version(),
+        )
         for product, file in zip(PRODUCTS, made, strict=True):
             install(file, package / product)
+
+
+def python_headers() -> Path:
+    """The folder of Python.h."""
+    python = Path(sysconfig.get_paths()["include"])
+    if not (python / "Python.h").exists():
+        raise BuildError(
+            f"{python}/Python.h is missing: install Python's headers (Debian: apt install python3-dev)"
+        )
+    return python
 
 
 def compiler_identity(command: Sequence[str]) -> str:

@@ -12,9 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moepool.errors import ArgumentError
-from moepool.runner.model import Model
+from moepool.runner.model import Model, Observer
 from moepool.runner.profile import RoutingProfile
 from moepool.runner.tokenizer import Tokenizer
+from moepool.trace import Recorder
 
 PROMPT_CHUNK = 512
 """Most tokens of a prompt that one forward takes; bounds the memory of its attention scores."""
@@ -120,6 +121,7 @@ def generate(
     stop_at_eos: bool = True,
     on_text: Callable[[str], None] | None = None,
     profile: RoutingProfile | None = None,
+    trace: Recorder | None = None,
 ) -> Generation:
     """Continues a text.
 
@@ -139,6 +141,8 @@ def generate(
         Gets the text piece by piece, whole characters only.
     profile : RoutingProfile, optional
         Counts the routing of the prompt and of the decode steps.
+    trace : TraceRecorder or PoolRecorder, optional
+        Keeps the routing, step by step.
 
     Raises
     ------
@@ -174,14 +178,13 @@ def generate(
     started = time.perf_counter()
     for at in range(0, len(prompt_tokens), PROMPT_CHUNK):
         chunk = prompt_tokens[at : at + PROMPT_CHUNK]
-        observe = None if profile is None else profile.observer("prompt")
+        observe = _observer(profile, trace, at, decode=False)
         logits = model.forward(chunk, cache, first=len(chunk) - 1, phase="prompt", observe=observe)[-1]
     prompt_seconds = time.perf_counter() - started
 
     tokens: list[int] = []
     step_seconds: list[float] = []
     finish: Literal["length", "eos", "context"] = "length"
-    observe = None if profile is None else profile.observer("decode")
     while True:
         digest.update(np.ascontiguousarray(logits).data)
         tokens.append(sampler(logits))
@@ -194,6 +197,7 @@ def generate(
         if cache.length == cache.capacity:
             finish = "context"
             break
+        observe = _observer(profile, trace, cache.length, decode=True)
         started = time.perf_counter()
         logits = model.forward(tokens[-1:], cache, phase="decode", observe=observe)[-1]
         step_seconds.append(time.perf_counter() - started)
@@ -208,6 +212,25 @@ def generate(
         logits_sha256=digest.hexdigest(),
         stats=_since(before, model.stats()),
     )
+
+
+def _observer(
+    profile: RoutingProfile | None, trace: Recorder | None, pos: int, decode: bool
+) -> Observer | None:
+    """What looks at the routing of a pass that begins at a position."""
+    observers: list[Observer] = []
+    if profile is not None:
+        observers.append(profile.observer("decode" if decode else "prompt"))
+    if trace is not None and (observer := trace.step(pos, decode)) is not None:
+        observers.append(observer)
+    if not observers:
+        return None
+
+    def observe(layer: int, ids: NDArray[np.int32]) -> None:
+        for observer in observers:
+            observer(layer, ids)
+
+    return observe
 
 
 _GAUGES = frozenset({"slots", "experts", "resident", "leased", "slot_bytes", "pinned_bytes"})

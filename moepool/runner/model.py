@@ -19,6 +19,9 @@ from numpy.typing import ArrayLike, NDArray
 import moepool
 from moepool.errors import ArgumentError, StateError, UnsupportedError
 from moepool.gguf import GGUFFile
+from moepool.plan import Plan
+from moepool.policy import Policy, PolicyName
+from moepool.pool import Miss
 from moepool.runner.config import Config
 from moepool.runner.devices import import_cupy
 from moepool.runner.tokenizer import Tokenizer
@@ -76,19 +79,35 @@ class Placement:
     ----------
     slots : int
         Slots of every layer's pool, 0 .. experts.
-    policy : {"lru", "static"}
+    policy : str or moepool.Policy
     miss : {"stream", "host", "auto"}
     device : str
         "cpu" or "cuda:N".
     hot : sequence of sequences of int, optional
-        For "static", the resident experts of every MoE layer, in the order of the layers.
+        For "static" and "pinned", the experts that stay in every MoE layer, in the order of the layers.
+    plan : moepool.Plan, optional
+        In place of all but `device`.
     """
 
     slots: int = 0
-    policy: Literal["lru", "static"] = "lru"
-    miss: Literal["stream", "host", "auto"] = "stream"
+    policy: Policy | PolicyName = "lru"
+    miss: Miss = "stream"
     device: str = "cpu"
     hot: Sequence[Sequence[int]] | None = field(default=None, repr=False)
+    plan: Plan | None = field(default=None, repr=False)
+
+    def pool(self, layer: moepool.Layer) -> moepool.Pool:
+        """The pool of a layer."""
+        if self.plan is not None:
+            return self.plan.pool(layer, device=self.device)
+        return moepool.Pool(
+            layer,
+            slots=self.slots,
+            device=self.device,
+            policy=self.policy,
+            miss=self.miss,
+            hot=None if self.hot is None else list(self.hot[layer.index]),
+        )
 
 
 class Checkpoint:
@@ -176,16 +195,7 @@ class Model:
         pools: list[moepool.Pool] = []
         try:
             for index in range(config.layers):
-                pools.append(
-                    moepool.Pool(
-                        checkpoint.store[index],
-                        slots=placement.slots,
-                        device=placement.device,
-                        policy=placement.policy,
-                        miss=placement.miss,
-                        hot=None if placement.hot is None else list(placement.hot[index]),
-                    )
-                )
+                pools.append(placement.pool(checkpoint.store[index]))
             self._ffns = tuple(_experts(pool, self._xp) for pool in pools)
         except BaseException:
             for pool in pools:

@@ -18,8 +18,12 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from moepool.errors import ArgumentError
-from moepool.runner.model import KVCache, Model
+from moepool.runner.model import KVCache, Model, Phase
 from moepool.runner.tokenizer import Tokenizer
+from moepool.trace import Recorder
+
+DECODE_TOKENS = 32
+"""Passes of more tokens are steps of a prompt, as pools take them by default."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +61,7 @@ def perplexity(
     windows: int | None = None,
     batch: int | None = None,
     progress: bool = False,
+    trace: Recorder | None = None,
 ) -> Perplexity:
     """Scores a text.
 
@@ -76,6 +81,8 @@ def perplexity(
         differ in shape.
     progress : bool
         Show a bar on standard error if that is a terminal.
+    trace : TraceRecorder or PoolRecorder, optional
+        Keeps the routing, step by step. With a batch of 1 it is that of decoding the text.
 
     Raises
     ------
@@ -102,7 +109,7 @@ def perplexity(
         for index in bar:
             window = tokens[index * context : (index + 1) * context]
             started = time.perf_counter()
-            logits = _scored_logits(model, cache, window, batch)
+            logits = _scored_logits(model, cache, window, batch, trace)
             seconds += time.perf_counter() - started
             digest.update(np.ascontiguousarray(logits).data)
             losses.append(_losses(logits, window[context // 2 + 1 :]))
@@ -114,7 +121,7 @@ def perplexity(
 
 
 def _scored_logits(
-    model: Model, cache: KVCache, window: NDArray[np.int64], batch: int
+    model: Model, cache: KVCache, window: NDArray[np.int64], batch: int, trace: Recorder | None = None
 ) -> NDArray[np.float32]:
     """Logits at positions context / 2 to context - 2 of a window; (context / 2 - 1, vocab)."""
     begin, end = len(window) // 2, len(window) - 1
@@ -124,7 +131,11 @@ def _scored_logits(
         chunk = window[at : at + batch]
         # Every chunk has at least one row computed; those before `begin` are thrown away here.
         first = min(max(begin - at, 0), len(chunk) - 1)
-        logits = model.forward(chunk, cache, first=first)
+        # The phase is told, so that what is recorded is what the pools take it for.
+        decode = len(chunk) <= DECODE_TOKENS
+        observe = None if trace is None else trace.step(at, decode)
+        phase: Phase = "decode" if decode else "prompt"
+        logits = model.forward(chunk, cache, first=first, phase=phase, observe=observe)
         rows.append(logits[max(begin - at - first, 0) : end - at - first])
     return np.concatenate(rows)
 
