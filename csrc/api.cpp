@@ -201,9 +201,9 @@ moepool_status moepool_set_threads_on(int32_t threads, const int32_t *cpus, int3
 void moepool_set_interrupt(moepool_interrupt check, void *data) { moepool::set_interrupt(check, data); }
 
 int32_t moepool_get_threads(void) {
-    int32_t threads = 1;  // of a process that may not start any
-    guarded([&] { threads = moepool::get_threads(); });
-    return threads;
+    int32_t threads = 0;
+    const moepool_status status = guarded([&] { threads = moepool::get_threads(); });
+    return status == MOEPOOL_OK ? threads : -static_cast<int32_t>(status);
 }
 
 // --------------------------------------------------------------------------------------------------------------- CUDA

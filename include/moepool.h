@@ -1,3 +1,4 @@
+/* clang-format off: it folds the list below. */
 /* moepool: mixture-of-experts weights packed in host memory, hot experts in slots on a device.
  *
  * This header is the whole C ABI. It is plain C99, includes nothing but <stdint.h> and <stddef.h>, and
@@ -5,18 +6,21 @@
  *
  * CONVENTIONS
  *   Errors.     Every function that can fail returns a moepool_status, and moepool_last_error() gives the message of
- * this thread. Arguments are checked before anything is changed; output parameters are untouched on failure. A resolve
- * whose copy to the device fails may have evicted experts: the pool stays consistent and usable. Handles.
- * moepool_store, moepool_pool and moepool_route are opaque and owned by the caller, who releases each once with its
- * ..._destroy / ..._release function; NULL is accepted there and does nothing. A pool keeps its store's memory alive
- * and a route its pool's, so handles may be released in any order. Threads.    Functions on different handles may run
- * at once. A sealed store may be used by any number of threads. A pool may be used by any number of threads: resolve is
- * serialised inside, kernels run in parallel. A route is used by one thread at a time. Devices.    MOEPOOL_CPU (-1) or
- * a CUDA device index. Pointers to rows, weights and outputs are host pointers for the CPU and device pointers of that
- * device otherwise. `stream` is a cudaStream_t (NULL: the default stream), ignored on the CPU. CPU calls return when
- * the result is there; CUDA calls when it is queued: rows, weights, ids and outputs must live until the stream has
- * passed the work. A route may be released at once. Arithmetic. docs/numerics.md. The bits of a result depend on
- * weights, activations, ids and router weights alone.
+ *               this thread. Arguments are checked before anything is changed; output parameters are untouched on
+ *               failure. A resolve whose copy to the device fails may have evicted experts: the pool stays consistent
+ *               and usable.
+ *   Handles.    moepool_store, moepool_pool and moepool_route are opaque and owned by the caller, who releases each
+ *               once with its ..._destroy / ..._release function; NULL is accepted there and does nothing. A pool
+ *               keeps its store's memory alive and a route its pool's, so handles may be released in any order.
+ *   Threads.    Functions on different handles may run at once. A sealed store may be used by any number of threads.
+ *               A pool may be used by any number of threads: resolve is serialised inside, kernels run in parallel.
+ *               A route is used by one thread at a time.
+ *   Devices.    MOEPOOL_CPU (-1) or a CUDA device index. Pointers to rows, weights and outputs are host pointers for
+ *               the CPU and device pointers of that device otherwise. `stream` is a cudaStream_t (NULL: the default
+ *               stream), ignored on the CPU. CPU calls return when the result is there; CUDA calls when it is queued:
+ *               rows, weights, ids and outputs must live until the stream has passed the work. A route may be
+ *               released at once.
+ *   Arithmetic. docs/numerics.md. The bits of a result depend on weights, activations, ids and router weights alone.
  *
  * THE ID CONTRACT
  *   ids is (tokens, k): for each token (row) and place (column) the number of an expert of the layer.
@@ -27,6 +31,7 @@
  *                 next host call returns MOEPOOL_ERROR_INDEX; it is never used as an address.
  *   tokens = 0    legal: nothing is computed, nothing is counted. All ids -1 is legal: all rows are zero.
  */
+/* clang-format on */
 #ifndef MOEPOOL_H
 #define MOEPOOL_H
 
@@ -100,13 +105,15 @@ MOEPOOL_API moepool_status moepool_cpu_select(const char *name);
 MOEPOOL_API const char *moepool_cpu_selected(void);
 
 /* Threads that later calls use, the caller included. 0 restores the default: MOEPOOL_THREADS and MOEPOOL_AFFINITY of
- * the environment, else the CPUs this process may use, by affinity and cgroup limit. Calls under way finish on the
- * threads they began with. */
+ * the environment, else the CPUs this process may use, by its cgroup limit and by the affinity of its main thread when
+ * the library was loaded, or fewer if the system starts no more threads. MOEPOOL_ERROR_ARGUMENT if it starts fewer than
+ * were asked for. Calls under way finish on the threads they began with. */
 MOEPOOL_API moepool_status moepool_set_threads(int32_t threads);
 /* The same, and thread i keeps to CPU cpus[i % count]. The caller is thread 0 and is left where it is. threads = 0: as
  * many as there are CPUs in the list. count = 0: the system places threads. The CPUs must be among those that the
  * process might use when the library was loaded. */
 MOEPOOL_API moepool_status moepool_set_threads_on(int32_t threads, const int32_t *cpus, int32_t count);
+/* A moepool_status, negated, if the default is needed and the environment's makes no sense. */
 MOEPOOL_API int32_t moepool_get_threads(void);
 
 /* Lets the calling thread's long calls on the CPU be ended: check(data) is called by them, on this thread, some twenty
@@ -451,12 +458,12 @@ MOEPOOL_API moepool_status moepool_ffn(const moepool_route *route, const moepool
                                        moepool_dtype weights_dtype, float *out, void *stream);
 
 /* moepool_pool_resolve, moepool_ffn and moepool_route_release in one: the same bytes, the same residency, the same
- * counts. On CUDA a decode step of up to 16 tokens and 512 places with ids in device memory, packed, is taken by the
- * device itself: no copy to the host, no synchronisation, and a CUDA graph can hold it. That wants records that are all
- * page-locked; any other step is resolved by the host, and is MOEPOOL_ERROR_STATE while `stream` is being captured.
- * Steps of one pool run in the order of their calls, and evict nothing that a route uses which was open when they were
- * called, or when a graph that holds them was launched. Replays of a graph must be ordered with the other uses of its
- * pools by the caller.
+ * counts. out may not overlap x, weights or ids. On CUDA a decode step of up to 16 tokens and 512 places with ids in
+ * device memory, packed, is taken by the device itself: no copy to the host, no synchronisation, and a CUDA graph can
+ * hold it. That wants records that are all page-locked; any other step is resolved by the host, and is
+ * MOEPOOL_ERROR_STATE while `stream` is being captured. Steps of one pool run in the order of their calls, and evict
+ * nothing that a route uses which was open when they were called, or when a graph that holds them was launched. Replays
+ * of a graph must be ordered with the other uses of its pools by the caller.
  *
  * What miss = host or auto leaves to the CPU, a thread of this process computes on the threads of moepool_set_threads,
  * while the device waits: the process must run for a replay to end. If it does not answer in time

@@ -77,7 +77,8 @@ def set_threads(threads: int | None, *, affinity: Iterable[int] | None = None) -
     threads : int or None
         At least 1. None: as many as `affinity` has CPUs; without it the default is restored, which is
         ``MOEPOOL_THREADS`` and ``MOEPOOL_AFFINITY`` of the environment, or else the CPUs this process may
-        use, by affinity and cgroup limit, without a place of their own.
+        use, by its cgroup limit and by the affinity of its main thread when moepool was imported, without a
+        place of their own; fewer if the system starts no more threads.
     affinity : iterable of int, optional
         Numbers of CPUs, as in ``os.sched_getaffinity(0)``. Thread i keeps to the i-th, round and round if
         there are more threads. The first one is the caller's share: the caller itself is left where it is.
@@ -86,8 +87,9 @@ def set_threads(threads: int | None, *, affinity: Iterable[int] | None = None) -
     Raises
     ------
     ArgumentError
-        `threads` is no integer, less than 1, or more than the core can keep; `affinity` is empty, or names a
-        CPU that this process might not use when moepool was imported. The setting is as it was.
+        `threads` is no integer, less than 1, or more than the core can keep or the system starts; `affinity`
+        is empty, no sequence of integers, or names a CPU that this process might not use when moepool was
+        imported. The setting is as it was.
 
     Examples
     --------
@@ -101,7 +103,11 @@ def set_threads(threads: int | None, *, affinity: Iterable[int] | None = None) -
     number = None if threads is None else checks.integer("threads", threads)
     if number is not None and not 1 <= number < 2**31:
         raise ArgumentError(f"threads is {threads}; it must be at least 1, or None for the default")
-    cpus = [checks.integer("affinity", cpu) for cpu in affinity or ()]
+    if affinity is not None and not isinstance(affinity, Iterable):
+        raise ArgumentError(
+            f"affinity is {affinity!r}; it must be a sequence of CPUs, [{affinity!r}] for one"
+        )
+    cpus = [] if affinity is None else [checks.integer("affinity", cpu) for cpu in affinity]
     if affinity is not None and not cpus:
         raise ArgumentError("affinity is empty; name at least one CPU, or give None to let the system choose")
     if bad := [cpu for cpu in cpus if not 0 <= cpu < 2**31]:
@@ -115,6 +121,11 @@ def get_threads() -> int:
     Returns
     -------
     int
+
+    Raises
+    ------
+    ArgumentError
+        ``MOEPOOL_THREADS`` or ``MOEPOOL_AFFINITY`` makes no sense, and nothing else was set.
     """
     return handles.get_threads()
 

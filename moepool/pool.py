@@ -454,7 +454,8 @@ class Pool:
         Raises
         ------
         IdError
-            The layer does not have an expert.
+            The layer does not have an expert. Or an earlier step met an id out of range in device memory:
+            told once, the next call goes on.
         ArgumentError
             One is named twice.
         StateError
@@ -490,6 +491,8 @@ class Pool:
         ------
         ArgumentError
             More than there may be, or fewer than pinned experts.
+        IdError
+            An earlier step met an id out of range in device memory. Told once: the next call goes on.
         StateError
             The pool is closed, or an open route reads a slot that would go.
 
@@ -512,6 +515,8 @@ class Pool:
 
         Raises
         ------
+        IdError
+            An earlier step met an id out of range in device memory. Told once: the next call goes on.
         StateError
             The pool is closed.
         OSError
@@ -536,6 +541,8 @@ class Pool:
             It is of another pool, or no state at all. The pool is as it was.
         FormatError
             It is damaged. The pool is as it was.
+        IdError
+            An earlier step met an id out of range in device memory. Told once: the next call goes on.
         StateError
             The pool is closed, or routes are open.
         OSError
@@ -623,6 +630,8 @@ class Pool:
 
         Raises
         ------
+        IdError
+            An earlier step met an id out of range in device memory. Told once: the next call goes on.
         StateError
             The pool is closed.
         """
@@ -648,6 +657,8 @@ class Pool:
 
         Raises
         ------
+        IdError
+            An earlier step met an id out of range in device memory. Told once: the next call goes on.
         StateError
             The pool is closed.
         """
@@ -770,6 +781,8 @@ def _experts(
 
 
 def _pairs(admissions: Iterable[tuple[int, int]]) -> npt.NDArray[np.int32]:
+    if not isinstance(admissions, Iterable):
+        raise ArgumentError(f"admissions is {admissions!r}; it must be a sequence of (expert, slot)")
     pairs = []
     for i, pair in enumerate(admissions):
         try:

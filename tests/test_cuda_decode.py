@@ -194,7 +194,7 @@ def hidden_of(gate: str, up: str) -> int:
 
 
 def layer_of_types(gate: str, down: str, up: str = "") -> moepool.Layer:
-    """Rows and columns that fill no panel and no chunk, scales and biases. Up is of gate's type unless said."""
+    """Rows and columns that fill no panel and no chunk, scales, biases. Up is of gate's type unless said."""
     up = up or gate
     hidden, width = hidden_of(gate, up), SIZES[cases.LAYOUTS[down].block][1]
     shapes = {"gate": (gate, width, hidden), "up": (up, width, hidden), "down": (down, DOWN_ROWS, width)}

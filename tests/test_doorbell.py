@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[1]
 SOURCES = (
     ROOT / "tests" / "native" / "doorbell.cpp",
     ROOT / "csrc" / "pool" / "doorbell.cpp",
+    ROOT / "csrc" / "cpu" / "threads.cpp",
     ROOT / "csrc" / "error.cpp",
 )
 CASES = (

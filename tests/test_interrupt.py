@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
+import resource
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 import pytest
@@ -223,7 +224,7 @@ def new_tasks(before: set[str]) -> list[set[int]]:
     return [allowed_cpus(f"/proc/self/task/{task}") for task in tasks]
 
 
-def set_and_look(threads: int | None, affinity: list[int] | None) -> list[set[int]]:
+def set_and_look(threads: int | None, affinity: Iterable[int] | None) -> list[set[int]]:
     moepool.set_threads(1)
     before = set(os.listdir("/proc/self/task"))
     moepool.set_threads(threads, affinity=affinity)
@@ -235,6 +236,7 @@ def test_threads_keep_to_their_cpus() -> None:
     one, other = min(every), max(every)
     assert set_and_look(4, None) == [every] * 3
     assert set_and_look(4, [one]) == [{one}] * 3
+    assert set_and_look(3, np.array([one, other])) == [{other}, {one}]
     assert set_and_look(5, [one, other]) == [{other}, {one}, {other}, {one}]
     assert set_and_look(None, [one, other, other]) == [{other}, {other}]
     assert moepool.get_threads() == 3
@@ -257,7 +259,10 @@ def test_a_cpu_that_is_not_ours_is_refused() -> None:
         ([2**31], "CPU 2147483648"),
         ([8191], "CPU 8191 is none of those"),
         ([], "affinity is empty"),
+        (np.array([], np.int64), "affinity is empty"),
         ([0.5], "affinity"),
+        (1, "affinity is 1; it must be a sequence of CPUs"),
+        (0, "affinity is 0; it must be a sequence of CPUs"),
     ):
         with pytest.raises(moepool.ArgumentError, match=words):
             moepool.set_threads(3, affinity=bad)  # type: ignore[arg-type]
@@ -267,18 +272,29 @@ def test_a_cpu_that_is_not_ours_is_refused() -> None:
 
 
 LOOK = """
-import os, moepool
+import os, threading
+at_import, at_call = (os.environ.get(name) for name in ("PIN_AT_IMPORT", "PIN_AT_CALL"))
+def load():
+    global moepool
+    if at_import:
+        os.sched_setaffinity(0, {int(at_import)})
+    import moepool
+loader = threading.Thread(target=load)
+loader.start()
+loader.join()
 from tests.test_interrupt import new_tasks
+if at_call:
+    os.sched_setaffinity(0, {int(at_call)})
 before = set(os.listdir("/proc/self/task"))
 moepool.swiglu(*[moepool_zeros] * 2)
 print(moepool.get_threads(), new_tasks(before))
 """.replace("moepool_zeros", "__import__('numpy').zeros(1 << 16, 'f4')")
 
 
-def look(pin: set[int] | None = None, **env: str) -> str:
-    """What LOOK prints or fails with, under these variables, and if asked on these CPUs alone."""
+def look(pin: set[int] | None = None, program: str = LOOK, **env: str) -> str:
+    """What the program prints or fails with, under these variables, and if asked on these CPUs alone."""
     done = subprocess.run(
-        [sys.executable, "-c", LOOK],
+        [sys.executable, "-c", program],
         capture_output=True,
         text=True,
         env={**os.environ, **env},
@@ -300,6 +316,70 @@ def test_the_environment_sets_the_default() -> None:
         refused = look({one}, MOEPOOL_AFFINITY=f"{one}-{other}")
         assert f"MOEPOOL_AFFINITY: CPU {one + 1} is none of those that this process may use: {one}" in refused
     for bad in ("0", "3x", "99999999999999999999", "4097"):
-        assert "MOEPOOL_THREADS" in look(MOEPOOL_THREADS=bad), bad
+        for program in (LOOK, "import moepool; print(moepool.get_threads())"):
+            told = look(program=program, MOEPOOL_THREADS=bad)
+            assert "ArgumentError: MOEPOOL_THREADS" in told, (bad, told)
     for bad in ("0-", "1-0", "0,,1", "a", "0, 1"):
         assert f"MOEPOOL_AFFINITY={bad}: give CPUs" in look(MOEPOOL_AFFINITY=bad), bad
+
+
+def test_a_caller_that_keeps_to_a_cpu_keeps_no_other_thread_to_it() -> None:
+    """Neither the thread that imports nor the one that calls first."""
+    every = os.sched_getaffinity(0)
+    one = str(min(every))
+    free = look()
+    if free == "1 []":
+        pytest.skip("one thread is the default here")
+    assert free == f"{free.split()[0]} {[every] * (int(free.split()[0]) - 1)}"
+    assert look(PIN_AT_CALL=one) == free
+    assert look(PIN_AT_IMPORT=one) == free
+    assert look(PIN_AT_CALL=one, MOEPOOL_THREADS="3") == f"3 {[every] * 2}"
+
+
+FEW = """
+import resource, sys
+import moepool
+threads = int(sys.argv[1])
+moepool.set_threads(1)
+used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
+resource.setrlimit(resource.RLIMIT_AS, (used + (room := int(sys.argv[2]) << 20), -1))
+try:
+    moepool.set_threads(threads or None)
+except moepool.MoePoolError as error:
+    print(type(error).__name__, error)
+print(moepool.get_threads(), moepool.swiglu(*[__import__("numpy").zeros(1 << 16, "f4")] * 2).sum())
+"""
+STACK = 1 << 30  # of a thread; bytes
+
+
+def start_few(threads: int, stacks: int) -> list[str]:
+    """What FEW prints where there is room for so many more threads."""
+
+    def limit() -> None:
+        _, most = resource.getrlimit(resource.RLIMIT_STACK)
+        resource.setrlimit(resource.RLIMIT_STACK, (STACK, most))
+
+    done = subprocess.run(
+        [sys.executable, "-c", FEW, str(threads), str((stacks * STACK >> 20) + 512)],
+        capture_output=True,
+        text=True,
+        preexec_fn=limit,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_threads_that_the_system_does_not_start() -> None:
+    """Asked for they are an error, which says how many there could be; by default fewer do."""
+    most = resource.getrlimit(resource.RLIMIT_STACK)[1]
+    if most not in (-1, resource.RLIM_INFINITY) and most < STACK:
+        pytest.skip("the stacks of threads can not be made so large")
+    assert start_few(3, 2) == ["3 0.0"]
+    refused, after = start_few(4096, 2)
+    assert refused.startswith("ArgumentError threads: the system starts no more than 3 of 4096 threads ("), (
+        refused
+    )
+    assert after == "1 0.0"
+    if moepool.get_threads() > 1:
+        assert start_few(0, 0) == ["1 0.0"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -77,11 +78,19 @@ def test_nothing_more_than_the_records_stays_mapped() -> None:
     assert mapped() - before < HUGE
 
 
-def test_records_are_spread_over_memory_nodes() -> None:
+@pytest.mark.parametrize("pinned", [False, True])
+def test_records_are_spread_over_memory_nodes(pinned: bool) -> None:
+    """Also if the thread that makes the store keeps to one CPU."""
     nodes = NODES.read_text().strip() if NODES.exists() else "0"
     if not re.search("[-,]", nodes):
         pytest.skip(f"this machine has one memory node: {nodes}")
-    store = touched_store(SIZE >> 20)
+    every = os.sched_getaffinity(0)
+    if pinned:
+        os.sched_setaffinity(0, {min(every)})
+    try:
+        store = touched_store(SIZE >> 20)
+    finally:
+        os.sched_setaffinity(0, every)
     lines = Path("/proc/self/numa_maps").read_text().splitlines()
     spread = [line for line in lines if " interleave" in line]
     assert spread, "no memory is interleaved"

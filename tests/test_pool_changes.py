@@ -89,6 +89,7 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "expert twice": ({"admissions": [(5, 2), (5, 3)]}, "admission 1, .*: the expert is named twice"),
     "slot twice": ({"admissions": [(5, 2), (8, 2)]}, "admission 1, .*: the slot is named twice"),
     "prompt": ({"admissions": [(5, 2)], "phase": "prompt"}, "bypasses, since it is a prompt"),
+    "no pairs": ({"admissions": 5}, r"admissions is 5; it must be a sequence of \(expert, slot\)"),
     "no pair": ({"admissions": [5]}, r"admissions\[0\] is 5; it must be \(expert, slot\)"),
     "negative": ({"admissions": [(5, -1)]}, r"admissions\[0\], the slot, is -1"),
 }

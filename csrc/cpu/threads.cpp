@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <array>
@@ -16,6 +17,7 @@
 #include <memory>
 #include <mutex>
 #include <string>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -83,10 +85,10 @@ struct CpuSet {
     cpu_set_t sets[kMostCpus / CPU_SETSIZE];
 
     CpuSet() { CPU_ZERO_S(sizeof sets, sets); }
-    // Of the calling thread; empty if the system does not say.
-    static CpuSet allowed() {
+    // Of a thread; empty if the system does not say.
+    static CpuSet allowed(pid_t thread) {
         CpuSet set;
-        if (sched_getaffinity(0, sizeof set.sets, set.sets)) set = CpuSet();
+        if (sched_getaffinity(thread, sizeof set.sets, set.sets)) set = CpuSet();
         return set;
     }
     void add(int cpu) { CPU_SET_S(static_cast<size_t>(cpu), sizeof sets, sets); }
@@ -106,16 +108,18 @@ struct CpuSet {
     }
 };
 
-// As it was when the library was loaded: a caller may since have pinned itself to one of them.
-const CpuSet process_cpus = CpuSet::allowed();
+// Of the main thread when the library was loaded: a thread that loads or calls it may have pinned itself to one CPU,
+// which says nothing of those that the others may use.
+const CpuSet process_cpus = CpuSet::allowed(getpid());
 
 int cpus_to_use() {
-    return std::max(1, static_cast<int>(std::min<double>(CpuSet::allowed().count(), std::ceil(cgroup_cpus()))));
+    return std::max(1, static_cast<int>(std::min<double>(process_cpus.count(), std::ceil(cgroup_cpus()))));
 }
 
 struct Crew {
     int threads;
-    std::vector<int> cpus;  // empty: the system chooses
+    std::vector<int> cpus;        // empty: the system chooses
+    const char *asked = nullptr;  // what asked for so many; NULL: nobody did
 };
 
 Crew checked(int threads, std::vector<int> cpus, const char *threads_name, const char *cpus_name) {
@@ -126,8 +130,9 @@ Crew checked(int threads, std::vector<int> cpus, const char *threads_name, const
         if (cpu < 0 || cpu >= kMostCpus || !process_cpus.has(cpu))
             fail(MOEPOOL_ERROR_ARGUMENT, "%s: CPU %d is none of those that this process may use: %s", cpus_name, cpu,
                  process_cpus.text().c_str());
+    const char *asked = threads > 0 ? threads_name : cpus.empty() ? nullptr : cpus_name;
     if (threads == 0) threads = cpus.empty() ? cpus_to_use() : static_cast<int>(cpus.size());
-    return {threads, std::move(cpus)};
+    return {threads, std::move(cpus), asked};
 }
 
 // A whole number at `text`, which is then behind it; -1: there is none.
@@ -223,16 +228,7 @@ class Workers {
   public:
     explicit Workers(const Crew &crew) : threads_(crew.threads) {
         try {
-            for (int i = 1; i < threads_; ++i) {
-                crew_.emplace_back([this] { work(); });
-                if (crew.cpus.empty()) continue;
-                const int cpu = crew.cpus[static_cast<size_t>(i) % crew.cpus.size()];
-                CpuSet set;
-                set.add(cpu);
-                if (const int error = pthread_setaffinity_np(crew_.back().native_handle(), sizeof set.sets, set.sets))
-                    fail(MOEPOOL_ERROR_ARGUMENT, "the system does not let a thread run on CPU %d: %s", cpu,
-                         std::strerror(error));
-            }
+            while (static_cast<int>(crew_.size()) + 1 < threads_ && add_thread(crew)) continue;
         } catch (...) {
             stop();
             throw;
@@ -264,6 +260,33 @@ class Workers {
     static thread_local bool inside;  // a body is running on this thread
 
   private:
+    // False: the system starts no more, and nobody asked for more.
+    bool add_thread(const Crew &crew) {
+        const int started = static_cast<int>(crew_.size()) + 1;  // the caller is one
+        try {
+            crew_.emplace_back([this] { work(); });
+        } catch (const std::system_error &error) {
+            if (crew.asked)
+                fail(MOEPOOL_ERROR_ARGUMENT, "%s: the system starts no more than %d of %d threads (%s): ask for fewer",
+                     crew.asked, started, crew.threads, error.what());
+            threads_ = started;
+            return false;
+        }
+        const pthread_t thread = crew_.back().native_handle();
+        if (crew.cpus.empty()) {
+            // A new thread has the CPUs of the one that makes it. Where they can not be set they stay.
+            pthread_setaffinity_np(thread, sizeof process_cpus.sets, process_cpus.sets);
+            return true;
+        }
+        const int cpu = crew.cpus[static_cast<size_t>(started) % crew.cpus.size()];
+        CpuSet set;
+        set.add(cpu);
+        if (const int error = pthread_setaffinity_np(thread, sizeof set.sets, set.sets))
+            fail(MOEPOOL_ERROR_ARGUMENT, "the system does not let a thread run on CPU %d: %s", cpu,
+                 std::strerror(error));
+        return true;
+    }
+
     // True if there was any. The caller asks whether to stop.
     bool take_items(Job &job, bool asks) {
         bool any = false;
@@ -340,7 +363,7 @@ class Workers {
         for (std::thread &thread : crew_) thread.join();
     }
 
-    const int threads_;
+    int threads_;              // does not change once there is a job
     std::array<Job, 8> jobs_;  // a ninth caller at once works alone
     std::mutex mutex_;
     std::condition_variable wake_, done_;
@@ -414,5 +437,9 @@ void set_threads(int threads, const int32_t *cpus, int count) {
 }
 
 int get_threads() { return current_workers()->threads(); }
+
+bool process_may_use(int cpu) { return cpu >= 0 && cpu < kMostCpus && process_cpus.has(cpu); }
+
+void use_every_cpu() { sched_setaffinity(0, sizeof process_cpus.sets, process_cpus.sets); }
 
 }  // namespace moepool

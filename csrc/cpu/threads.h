@@ -31,10 +31,16 @@ class Interruptible {
 // Of this thread. NULL: its calls run to their end.
 void set_interrupt(moepool_interrupt check, void *data);
 
-// The caller included; 0 restores the default: the CPUs this process may use, by affinity and cgroup limit, unless the
-// environment says otherwise. Thread i runs on CPU cpus[i % count] alone, but for the caller, number 0, which is left
+// The caller included; 0 restores the default: the CPUs this process may use, by its affinity when the library was
+// loaded and its cgroup limit, or as many of them as the system starts threads for, unless the environment says
+// otherwise. Thread i runs on CPU cpus[i % count] alone, but for the caller, number 0, which is left
 // where it is; without cpus the system chooses.
 void set_threads(int threads, const int32_t *cpus, int count);
 int get_threads();
+
+// Whether the process might use the CPU when the library was loaded, wherever its threads have pinned themselves.
+bool process_may_use(int cpu);
+// Lets the calling thread run on all of these: it has inherited the CPUs of the one that made it.
+void use_every_cpu();
 
 }  // namespace moepool

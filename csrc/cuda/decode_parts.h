@@ -40,6 +40,22 @@ constexpr int kStagedBytes =
 template <class T>
 constexpr int kPanelBytes = 4 * kPanelRows * T::info.panel_words(kChunkColumns);
 
+// How a block is divided, so that each warp has the same number of turns. units: panels of a job; budget: the most
+// bytes of panels in flight; bytes(warps, stages, rounds, panel): of shared memory.
+template <class Bytes>
+DecodeConfig configure(int units, int most_warps, int most_rounds, int budget, int panel_bytes, const Bytes &bytes) {
+    const int room = most_dynamic_bytes() - bytes(most_warps, 1, 1, 0);
+    const int panels = std::max(1, std::min(budget, room) / panel_bytes);
+    DecodeConfig c{};
+    const int most = std::min({most_warps, units, panels});
+    const int rounds = (units + most - 1) / most;
+    c.warps = (units + rounds - 1) / rounds;
+    c.stages = std::min({rounds, std::max(1, panels / c.warps), 32});
+    c.rounds = std::min(rounds, most_rounds);
+    c.shared_bytes = bytes(c.warps, c.stages, c.rounds, panel_bytes);
+    return c;
+}
+
 template <class T>
 __device__ __forceinline__ int chunk_bytes(int width) {
     return 4 * kPanelRows * first_word<T, 4>(width / T::info.block);

@@ -336,35 +336,23 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
     }
 }
 
-// bytes(warps, stages, rounds, panel): of shared memory.
-template <class Bytes>
-DecodeConfig configure(int units, int most_warps, int panel_bytes, const Bytes &bytes) {
-    const int room = most_dynamic_bytes() - bytes(most_warps, 1, 1, 0);
-    const int panels = std::max(1, std::min(kBudget, room) / panel_bytes);
-    DecodeConfig c{};
-    const int most = std::min({most_warps, units, panels});
-    const int rounds = (units + most - 1) / most;
-    c.warps = (units + rounds - 1) / rounds;
-    c.stages = std::min({rounds, std::max(1, panels / c.warps), 32});
-    c.rounds = std::min(rounds, kMostRounds);
-    c.shared_bytes = bytes(c.warps, c.stages, c.rounds, panel_bytes);
-    return c;
-}
 template <class T>
 DecodeConfig gate_up_config(const Matrix &gate) {
     const Part part(gate);
-    return configure(2 * part.chunks, kGateUpWarps, kPanelBytes<T>, [&](int warps, int stages, int rounds, int panel) {
-        return shared_bytes(warps, stages, panel, input_bytes<T>(part, warps), warps * rounds, 0);
-    });
+    return configure(2 * part.chunks, kGateUpWarps, kMostRounds, kBudget, kPanelBytes<T>,
+                     [&](int warps, int stages, int rounds, int panel) {
+                         return shared_bytes(warps, stages, panel, input_bytes<T>(part, warps), warps * rounds, 0);
+                     });
 }
 template <class T>
 DecodeConfig down_config(const Matrix &down, int64_t k) {
     const int places = static_cast<int>(k);
-    return configure(
-        places * Part(down).chunks, kDownWarps, kPanelBytes<T>, [&](int warps, int stages, int rounds, int panel) {
-            return shared_bytes(warps, stages, panel, warps * rounds * kStagedBytes<T>, warps * rounds, places) +
-                   places * static_cast<int>(sizeof(Looked) + sizeof(float));
-        });
+    return configure(places * Part(down).chunks, kDownWarps, kMostRounds, kBudget, kPanelBytes<T>,
+                     [&](int warps, int stages, int rounds, int panel) {
+                         return shared_bytes(warps, stages, panel, warps * rounds * kStagedBytes<T>, warps * rounds,
+                                             places) +
+                                places * static_cast<int>(sizeof(Looked) + sizeof(float));
+                     });
 }
 
 template <class T>

@@ -259,31 +259,21 @@ __global__ void combine_tiles(const Step step, int64_t columns) {
     if (threadIdx.x == 0) note_end(step.bell);
 }
 
-// units: panels of a job.
 template <class T>
-DecodeConfig configure(int units, int totals) {
-    const auto bytes = [&](int warps, int stages, int panel) {
+DecodeConfig tile_config(int units, int totals) {
+    return configure(units, kTileWarps, 1, kBudget, kPanelBytes<T>, [&](int warps, int stages, int, int panel) {
         return shared_bytes(warps, stages, panel, warps * kSubBatch * kStagedBytes<T>, warps * kMostDecodeTokens,
                             totals);
-    };
-    const int room = most_dynamic_bytes() - bytes(kTileWarps, 1, 0);
-    const int panels = std::max(1, std::min(kBudget, room) / kPanelBytes<T>);
-    DecodeConfig c{};
-    const int most = std::min({kTileWarps, units, panels});
-    const int rounds = (units + most - 1) / most;
-    c.warps = (units + rounds - 1) / rounds;
-    c.stages = std::min({rounds, std::max(1, panels / c.warps), 32});
-    c.shared_bytes = bytes(c.warps, c.stages, kPanelBytes<T>);
-    return c;
+    });
 }
 
 template <class T>
 DecodeConfig gate_up_config(const Matrix &gate) {
-    return configure<T>(2 * Part(gate).chunks, 2 * kMostDecodeTokens);
+    return tile_config<T>(2 * Part(gate).chunks, 2 * kMostDecodeTokens);
 }
 template <class T>
 DecodeConfig down_config(const Matrix &down, int64_t) {
-    return configure<T>(Part(down).chunks, kMostDecodeTokens);
+    return tile_config<T>(Part(down).chunks, kMostDecodeTokens);
 }
 
 template <class T>

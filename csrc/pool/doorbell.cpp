@@ -19,6 +19,7 @@
 #include <immintrin.h>
 #endif
 
+#include "cpu/threads.h"
 #include "error.h"
 #include "numerics.h"
 
@@ -117,6 +118,7 @@ class Server {
   private:
     void run() {
         prctl(PR_SET_NAME, "moepool-bell");
+        use_every_cpu();
         prctl(PR_SET_TIMERSLACK, 1);  // ns; the default makes a nap half as long again
         std::vector<std::shared_ptr<Channel>> seen;
         uint64_t version = 0;

@@ -1,3 +1,4 @@
+// clang-format off: it folds the list below.
 // The residency law: which expert is in which slot, and what one step changes. Integers only, no clocks: whoever
 // follows it counts the same hits. This is its definition, for the pools of every device and for the simulator, with
 // the arithmetic of the policies in policy.h. cuda/resolve_block.h takes the same step on the device, where the host
@@ -18,12 +19,12 @@
 // * Static admits nobody: its residents are set when the pool is made.
 // * A caller may choose a step's admissions, the rest of the step being the same.
 // * A prefetch is no step: it takes no tick and counts nothing. The experts that it names take the tick of the last
-// step;
-//   those that are missing, in the order in which they are named, take the victims in theirs, whatever admit, guard or
-//   an election say. Static admits nobody then either.
+//   step; those that are missing, in the order in which they are named, take the victims in theirs, whatever admit,
+//   guard or an election say. Static admits nobody then either.
 // * A change of the number of slots keeps the residents that would be the last to go; static keeps its first slots. A
 //   slot that is leased or pinned stays; the elected go last. Of those kept the ones in slots that go move to the free
 //   ones, both in rising slot.
+// clang-format on
 #pragma once
 
 #include <cstdint>

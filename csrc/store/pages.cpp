@@ -1,6 +1,5 @@
 // Memory for records: huge pages where the system has them, spread over the memory nodes that this process computes on.
 #include <linux/mempolicy.h>
-#include <sched.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
@@ -9,6 +8,7 @@
 #include <fstream>
 #include <string>
 
+#include "cpu/threads.h"
 #include "error.h"
 #include "store/store.h"
 
@@ -18,17 +18,15 @@ namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
 
-// Whether this thread may run on a CPU of the node.
+// Whether this process may run on a CPU of the node, whoever makes the store.
 bool computes_on(int node) {
     std::ifstream list("/sys/devices/system/node/node" + std::to_string(node) + "/cpulist");  // "0-7,16-23"
-    cpu_set_t sets[8];                                                                        // of 1024 CPUs each
-    if (sched_getaffinity(0, sizeof sets, sets)) return false;
     for (std::string part; std::getline(list, part, ',');) {
         int first, last;
         const int numbers = std::sscanf(part.c_str(), "%d-%d", &first, &last);
         if (numbers < 1) continue;
         for (int cpu = first; cpu <= (numbers == 2 ? last : first); ++cpu)
-            if (CPU_ISSET_S(static_cast<size_t>(cpu), sizeof sets, sets)) return true;
+            if (process_may_use(cpu)) return true;
     }
     return false;
 }

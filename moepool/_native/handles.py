@@ -114,7 +114,10 @@ def set_threads(threads: int, cpus: Sequence[int] = ()) -> None:
 
 
 def get_threads() -> int:
-    return int(lib.moepool_get_threads())
+    threads = int(lib.moepool_get_threads())
+    if threads < 0:
+        check(-threads)
+    return threads
 
 
 # ------------------------------------------------------------------------------------------------------- CUDA
