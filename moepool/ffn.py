@@ -92,7 +92,7 @@ class ExpertFFN:
             (T, k), the router's weights, used as they are; where the pool is.
         out : array, optional
             float32 (T, N), N the outputs of down, C-contiguous, where the pool is, to be written to. It must
-            not overlap `x` or `weights`.
+            not overlap `x`, `weights` or `ids`.
         phase : {"auto", "decode", "prompt"}
             As in :meth:`Pool.resolve`; of no effect with a route.
         stream : optional
@@ -177,7 +177,10 @@ class ExpertFFN:
         tokens, k = step.tokens, step.k
         taken = call.rows(x, "x", [(tokens, self._columns)], "(tokens, columns)")
         weighted = call.rows(weights, "weights", [(tokens, k)], "(tokens, k)")
-        target, y = call.output(out, (tokens, self._rows), [taken, weighted])
+        inputs = [taken, weighted]
+        if step.ids is not None and step.ids.packed:  # others are read before anything is written
+            inputs.append(step.ids)
+        target, y = call.output(out, (tokens, self._rows), inputs)
         return call, step, taken, weighted, target, y
 
     def __repr__(self) -> str:

@@ -268,6 +268,11 @@ def test_out_of_the_layer(pool: moepool.Pool) -> None:
         x = X.copy()
         with pytest.raises(moepool.ArgumentError, match="out overlaps"):
             call(x, IDS, WEIGHTS, out=x)
+        ids = out.view(np.int32).reshape(-1)[: IDS.size].reshape(IDS.shape)
+        ids[:] = IDS
+        with pytest.raises(moepool.ArgumentError, match="out overlaps"):
+            call(X, ids, WEIGHTS, out=out)
+        assert (ids == IDS).all()
 
 
 def test_a_wrong_call_of_the_layer_counts_nothing(pool: moepool.Pool) -> None:
