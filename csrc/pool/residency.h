@@ -24,7 +24,7 @@
 //   guard or an election say. Static admits nobody then either.
 // * A change of the number of slots keeps the residents that would be the last to go; static keeps its first slots. A
 //   slot that is leased or pinned stays; the elected go last. Of those kept the ones in slots that go move to the free
-//   ones, both in rising slot.
+//   ones, both in rising slot. Into slots that are added static and pinned take the hot experts that had none.
 // clang-format on
 #pragma once
 
