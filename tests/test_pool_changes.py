@@ -93,7 +93,6 @@ BAD: dict[str, tuple[dict[str, Any], str]] = {
     "prompt": ({"admissions": [(5, 2)], "phase": "prompt"}, "bypasses, since it is a prompt"),
     "no pairs": ({"admissions": 5}, r"admissions is 5; it must be a sequence of \(expert, slot\)"),
     "no pair": ({"admissions": [5]}, r"admissions\[0\] is 5; it must be \(expert, slot\)"),
-    "no pairs": ({"admissions": 5}, r"admissions is 5; it must be a sequence of \(expert, slot\)"),
     "negative": ({"admissions": [(5, -1)]}, r"admissions\[0\], the slot, is -1"),
 }
 

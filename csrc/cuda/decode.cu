@@ -242,7 +242,6 @@ void Decoder::load(const Residency::Snapshot &residency, const std::vector<int> 
     state.election = residency.election;
     copy(state_.get(), &state, 1);
     lease(leases);
-    leased_.wait();  // a graph may be launched at once, and holds nothing that waits for it
     whole_ = true;
 }
 
@@ -283,6 +282,7 @@ void Decoder::lease(const std::vector<int> &leases) {
     check(cudaMemcpyAsync(&state_.get()->leased, &leased, sizeof leased, cudaMemcpyHostToDevice, side_),
           "copying leases");
     leased_.record(side_);
+    if (captured_) leased_.wait();  // a graph may be launched at once, and holds nothing that waits for it
 }
 
 void Decoder::trace(int64_t words) {
