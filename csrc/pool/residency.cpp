@@ -194,26 +194,27 @@ std::vector<Residency::Admission> Residency::resize(int slots, const std::vector
         for (int slot = 0; slot < this->slots(); ++slot) {
             const int expert = expert_in(slot);
             if (expert < 0) continue;
-            const bool stays = leases[static_cast<size_t>(slot)] > 0 ||
-                               (policy_.kind == MOEPOOL_POLICY_PINNED && slot < policy_.pinned);
+            const bool stays = leases[static_cast<size_t>(slot)] > 0 || policy::keeps(policy_, slot);
             int64_t worth = policy::worth(policy_, use(expert), epoch());
             if (policy_.kind == MOEPOOL_POLICY_STATIC) worth = -slot;
             residents.emplace_back(-(stays ? policy::kNever : worth), -slot);  // the last to go first
         }
         std::sort(residents.begin(), residents.end());
+        size_t stay = count;
+        for (int slot = 0; slot < slots; ++slot) stay -= policy::keeps(policy_, slot) && expert_in(slot) < 0;
         std::vector<int> moving;
         moving.reserve(residents.size());
         moves.reserve(residents.size());
         for (size_t i = 0; i < residents.size(); ++i) {
             const int slot = -residents[i].second;
-            if (i < count && slot < slots) continue;
-            if (i < count) moving.push_back(slot);
-            if (i >= count) clear(slot);
+            if (i < stay && slot < slots) continue;
+            if (i < stay) moving.push_back(slot);
+            if (i >= stay) clear(slot);
         }
         std::sort(moving.begin(), moving.end());
         int next = 0;
         for (const int from : moving) {
-            while (expert_in(next) >= 0) ++next;
+            while (expert_in(next) >= 0 || policy::keeps(policy_, next)) ++next;
             const int expert = expert_in(from);
             expert_in_[static_cast<size_t>(from)] = -1;
             place(expert, next);
