@@ -235,7 +235,7 @@ enum { MOEPOOL_CPU = -1 };
 typedef int32_t moepool_policy;
 enum {
     MOEPOOL_POLICY_LRU = 0,    /* evicts the expert used longest ago */
-    MOEPOOL_POLICY_STATIC = 1, /* holds the experts given at creation and no others */
+    MOEPOOL_POLICY_STATIC = 1, /* holds the experts given at creation and no others, and admits nobody */
     MOEPOOL_POLICY_LFU = 2,    /* evicts the one used least often; counts are halved every half_life steps */
     MOEPOOL_POLICY_LFRU = 3,   /* the one used longest ago, where every use, halved likewise, is worth `weight` steps */
     MOEPOOL_POLICY_SLRU = 4,   /* LRU in two segments: a hit protects an expert, one that is not protected goes first */
@@ -272,7 +272,8 @@ typedef struct moepool_pool_config {
     int32_t prompt_tokens; /* MOEPOOL_PHASE_AUTO takes more tokens than this for a prompt; 32 */
     int32_t admit;         /* the most experts admitted a step; -1: no limit, with miss = auto 1 */
     int64_t budget_bytes; /* on CUDA, the most that this pool's slots take; what does not fit gets no slot. 0: all pools
-                           * of a device take at most half of the memory that they and nobody else use. */
+                           * of a device take at most half of the memory that they and nobody else use. With max_slots
+                           * memory is taken in chunks of up to 32 MiB, the last of which may go past it. */
     int32_t hot_count;    /* STATIC, PINNED: the experts that stay, hottest first, distinct, at most `slots`; */
     const int32_t *hot;   /* STATIC: NULL are the first `slots` experts. Copied. */
     int32_t guard;        /* 1: a miss replaces an expert only if it was wanted more often, with counts that are halved
@@ -321,12 +322,14 @@ MOEPOOL_API void moepool_pool_config_init(moepool_pool_config *config);
 MOEPOOL_API moepool_status moepool_pool_create(const moepool_store *store, const moepool_pool_config *config,
                                                moepool_pool **pool);
 MOEPOOL_API void moepool_pool_destroy(moepool_pool *pool);
-/* Of a pool that takes steps on its device this and moepool_pool_tables wait for the device; MOEPOOL_ERROR_STATE while
- * one of the device's streams is being captured. */
+/* Of a pool that takes steps on its device this and moepool_pool_tables wait for the device. If a graph holds its
+ * steps, MOEPOOL_ERROR_STATE while one of the device's streams is being captured: a capture on a stream that does not
+ * block the default stream is lost by it. So do all calls below that need to know who is resident. */
 MOEPOOL_API moepool_status moepool_pool_get_stats(const moepool_pool *pool, moepool_pool_stats *stats);
 
-/* The remap tables: slot_of[experts] holds an expert's slot or -1 (hot), expert_in[slots] a slot's expert or -1. Either
- * may be NULL. */
+/* The remap tables: slot_of[experts] holds an expert's slot or -1 (hot), expert_in[slots] a slot's expert or -1. Both
+ * have room for `experts`, since there may be as many slots by now; what is past the slots is not written. Either may
+ * be NULL. */
 MOEPOOL_API moepool_status moepool_pool_tables(const moepool_pool *pool, int32_t *slot_of, int32_t *expert_in);
 
 /* Brings experts into slots ahead of the steps that want them. It is no step: no tick, no hit, no miss. `experts`, on
@@ -336,14 +339,16 @@ MOEPOOL_API moepool_status moepool_pool_tables(const moepool_pool *pool, int32_t
 MOEPOOL_API moepool_status moepool_pool_prefetch(moepool_pool *pool, const int32_t *experts, int32_t count,
                                                  int32_t *admitted);
 
-/* Changes the number of slots while the pool is in use, to at most max_slots. The experts worth most to the policy
- * stay. MOEPOOL_ERROR_STATE if an open route reads a slot that would go, or a stream of the device is being captured.
- * CUDA graphs that hold steps of the pool stay valid. *made, unless NULL, is how many slots there are: fewer than asked
- * for if memory is short. A pool made with max_slots gives memory back that its slots no longer take. */
+/* Changes the number of slots while the pool is in use, to at most max_slots; more than experts is capped. The experts
+ * worth most to the policy stay; STATIC and PINNED pools take their hot experts in again as slots for them come.
+ * MOEPOOL_ERROR_STATE if an open route reads a slot that would go, or a stream of the device is being captured. CUDA
+ * graphs that hold steps of the pool stay valid. *made, unless NULL, is how many slots there are: fewer than asked for
+ * if memory is short. A pool made with max_slots gives memory back that its slots no longer take. */
 MOEPOOL_API moepool_status moepool_pool_resize(moepool_pool *pool, int32_t slots, int32_t *made);
 
-/* What a pool knows, for another one of the same layer, policy and number of slots: the residents, and how often and
- * when experts were wanted. Not its stats. Writes *size bytes if `capacity` is enough, and always says how many. */
+/* What a pool knows, for another one with the same policy, hot experts and number of slots, of a layer with as many
+ * experts of the same types and sizes: the residents, and how often and when experts were wanted. Not its stats. Writes
+ * *size bytes if `capacity` is enough, and always says how many. */
 MOEPOOL_API moepool_status moepool_pool_save(const moepool_pool *pool, void *data, int64_t capacity, int64_t *size);
 /* A pool that goes on where the saved one stopped: copies the residents' records into their slots.
  * MOEPOOL_ERROR_ARGUMENT if the bytes are not of such a pool, MOEPOOL_ERROR_IO if they are damaged, MOEPOOL_ERROR_STATE
@@ -352,7 +357,9 @@ MOEPOOL_API moepool_status moepool_pool_load(moepool_pool *pool, const void *dat
 
 /* The trace: what every step wanted and whom it admitted. A place whose id was out of range in device memory is -2.
  * Steps that a device takes, in replays of a graph too, go to a ring of about room_bytes in its memory until they are
- * fetched; 0: 64 MiB. The host's memory bounds the others. Starting again forgets what was not taken. */
+ * fetched; 0: 64 MiB. The host's memory bounds the others. Starting again forgets what was not taken. Changes of the
+ * number of slots and states that are loaded are not in it: what was recorded across one of them is no run that can be
+ * replayed. */
 MOEPOOL_API moepool_status moepool_pool_trace_start(moepool_pool *pool, int64_t room_bytes);
 /* What was recorded can still be taken. Does nothing if no trace was started. */
 MOEPOOL_API moepool_status moepool_pool_trace_stop(moepool_pool *pool);
@@ -415,8 +422,8 @@ MOEPOOL_API moepool_status moepool_pool_resolve(moepool_pool *pool, const moepoo
                                                 void *stream, moepool_route **route);
 
 /* The same with admissions that the caller has chosen: `count` of them, each a missing expert that the step wants and a
- * slot for it, of which no open route reads and which holds no expert that the step wants. A step that bypasses takes
- * none. So a policy of the caller's own is run, or a trace replayed. */
+ * slot for it, of which no open route reads and which holds no expert that the step wants, nor a pinned one. A step
+ * that bypasses takes none, nor does a STATIC pool. So a policy of the caller's own is run, or a trace replayed. */
 typedef struct moepool_admission {
     int32_t expert, slot;
 } moepool_admission;

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -166,7 +167,8 @@ class Pool:
         The most experts admitted a step; None sets no limit, with miss="auto" a limit of 1.
     budget_bytes : int, optional
         On CUDA, the most memory that the slots take; what does not fit gets no slot. None lets all pools of a
-        device together take half of the memory that they and nobody else use.
+        device together take half of the memory that they and nobody else use. With `max_slots` memory is
+        taken in chunks of up to 32 MiB, the last of which may go past it.
     max_slots : int, optional
         The most slots that :meth:`resize` can make, at least `slots`. On CUDA addresses are reserved for so
         many, and memory is taken, and given back, for those there are. None keeps the memory of `slots`.
@@ -264,17 +266,18 @@ class Pool:
             budget_bytes=0 if budget_bytes is None else count("budget_bytes", budget_bytes, 1, _INT64),
         )
         self._told_of_step_back = False
+        self._resizing = threading.Lock()
         stats = self.stats()
         self.slots = stats.slots
         self._budget_bytes = budget_bytes
         if self.slots < slots:
-            self._tell_of_memory(slots)
+            self._tell_of_memory(slots, self.slots)
         if self._device != arrays.CPU and stats.pinned_bytes < layer.bytes:
             self._tell_of_pinning(stats.pinned_bytes)
         self._told_of_few_slots = False
         log.info("made %r", self)
 
-    def _tell_of_memory(self, asked: int) -> None:
+    def _tell_of_memory(self, asked: int, made: int) -> None:
         record = self.layer.record_bytes
         if self._budget_bytes is not None:
             reason = f"budget_bytes is {self._budget_bytes}"
@@ -286,7 +289,7 @@ class Pool:
             )
         warn(
             f"{asked} slots of {record} bytes were asked for, {asked * record} bytes in all, and "
-            f"{self.slots} were made: {reason}. The other experts are served without slots"
+            f"{made} were made: {reason}. The other experts are served without slots"
         )
 
     def _tell_of_pinning(self, pinned: int) -> None:
@@ -374,8 +377,9 @@ class Pool:
             of the library of `ids`. Ops of the route may run on any stream. Ignored on the CPU.
         admissions : sequence of (expert, slot), optional
             Whom this step admits and where, instead of the policy: experts that it wants and that are
-            missing, to slots that no open route reads and that hold no expert it wants. So a policy in
-            Python runs a pool, or a trace is replayed. None leaves it to the policy, [] admits nobody.
+            missing, to slots that no open route reads and that hold no expert it wants, nor a pinned one. So
+            a policy in Python runs a pool, or a trace is replayed. None leaves it to the policy, [] admits
+            nobody.
 
         Returns
         -------
@@ -473,14 +477,16 @@ class Pool:
     def resize(self, slots: int) -> int:
         """Changes the number of slots while the pool is in use. Results do not change by it.
 
-        The experts worth most to the policy stay; a "static" pool keeps its first slots. CUDA graphs that
+        The experts worth most to the policy stay; a "static" pool keeps its first slots. As slots are added,
+        "static" and "pinned" pools take in the experts of `hot` that had none. CUDA graphs that
         hold steps of the pool stay valid: the order of their replays and this call is the caller's
         business, as with other calls.
 
         Parameters
         ----------
         slots : int
-            At most `max_slots`, or, without it, as many as the pool was made with.
+            At most `max_slots`, or, without it, as many as the pool was made with. More than the layer has
+            experts are as many as it has, with a warning.
 
         Returns
         -------
@@ -505,10 +511,14 @@ class Pool:
         (6, 6)
         """
         slots = count("slots", slots)
-        self.slots = self._handle.resize(slots)
-        if self.slots < min(slots, self.experts):
-            self._tell_of_memory(slots)
-        return self.slots
+        if slots > self.experts:
+            warn(f"{slots} slots for a layer of {self.experts} experts: the pool gets {self.experts} slots")
+            slots = self.experts
+        with self._resizing:  # so that what is said here is what the last call made
+            self.slots = made = self._handle.resize(slots)
+        if made < slots:
+            self._tell_of_memory(slots, made)
+        return made
 
     def save_state(self, path: str | os.PathLike[str]) -> None:
         """Writes who is resident, and what the policy knows of each expert, for :meth:`load_state`.
@@ -533,7 +543,7 @@ class Pool:
         ----------
         path : str or path
             What :meth:`save_state` wrote: of a pool for a layer of the same experts, types and sizes, with
-            the same policy and number of slots.
+            the same policy, hot experts and number of slots.
 
         Raises
         ------
@@ -557,7 +567,9 @@ class Pool:
     def trace(self, room_bytes: int | None = None) -> PoolTrace:
         """Begins to record every step: ids, phase and admissions.
 
-        A pool has one trace; a new one ends the last.
+        A pool has one trace; a new one ends the last, which can then not be drained any more. Calls of
+        :meth:`resize` and :meth:`load_state` are not recorded: what was recorded across one of them can not
+        be replayed.
 
         Parameters
         ----------
@@ -662,9 +674,9 @@ class Pool:
         StateError
             The pool is closed.
         """
-        slot_of, expert_in = np.empty(self.experts, np.int32), np.empty(self.slots, np.int32)
+        slot_of, expert_in = np.empty(self.experts, np.int32), np.full(self.experts, -2, np.int32)
         self._handle.tables(slot_of, expert_in)
-        return slot_of, expert_in
+        return slot_of, expert_in[expert_in != -2]  # another thread may be changing the number of slots
 
     @property
     def closed(self) -> bool:

@@ -57,7 +57,7 @@ class PoolTrace:
     """
 
     def __init__(self, handle: handles.PoolHandle, layer: int, room_bytes: int) -> None:
-        handle.start_trace(room_bytes)
+        self._number = handle.start_trace(room_bytes)
         self._handle, self._layer = handle, layer
 
     def drain(self) -> TracedSteps:
@@ -70,10 +70,10 @@ class PoolTrace:
         Raises
         ------
         StateError
-            The pool is closed. Or the ring was full, and steps are missing: told once, the rest can be
-            drained.
+            The pool is closed, or has been given another trace since. Or the ring was full, and steps are
+            missing: told once, the rest can be drained.
         """
-        taken = self._handle.take_trace()
+        taken = self._handle.take_trace(self._number)
         tokens, phase = taken["tokens"], taken["phase"]
         k = np.repeat(taken["k"], tokens)
         ids = np.full((len(k), int(k.max(initial=1))), -1, np.int32)
@@ -97,7 +97,7 @@ class PoolTrace:
     def close(self) -> None:
         """Ends recording. What was recorded can still be drained. May be called twice."""
         if not self._handle.closed:
-            self._handle.stop_trace()
+            self._handle.stop_trace(self._number)
 
     def __enter__(self) -> PoolTrace:
         return self

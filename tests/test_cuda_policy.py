@@ -11,7 +11,7 @@ import pytest
 import moepool
 from moepool.policy import PolicyName
 from tests import cases
-from tests.support import assert_same, few_slots, get, layer_of, reference_ffn
+from tests.support import assert_same, few_slots, ffn_layer, get, layer_of, reference_ffn
 from tests.test_cuda_decode import DEVICE, EXPERTS, SMALL, assert_in_step, counts, recorded
 from tests.test_policy import draw_policy
 
@@ -128,7 +128,94 @@ def test_a_replay_evicts_no_slot_under_a_lease(cupy: Any, layer: moepool.Layer) 
         assert sorted(pool.residents()[1].tolist()) == [0, 1]
 
 
+def test_a_replay_behind_a_resolve_knows_of_its_lease(cupy: Any, layer: moepool.Layer) -> None:
+    """Launched at once, with ids that have long been there."""
+    a = Arrays(cupy, 1)
+    ids = np.array([[0, 1]], np.int32)
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream, few_slots(), moepool.Pool(layer, 2, device=DEVICE) as pool:
+        ffn = moepool.ExpertFFN(pool)
+        ffn(*a.device, out=a.y)
+        graph = recorded(stream, lambda: ffn(*a.device, out=a.y))
+        a.put(ids)
+        stream.synchronize()
+        right = reference_ffn(layer, a.x, ids, a.weights)
+        for step in range(300):
+            with pool.resolve([[5]], phase="decode") as route:
+                graph.launch(stream)
+                slot = int(route.hot[0, 0])
+                assert pool.residents()[1][slot] == 5, f"step {step}"
+                assert_same(get(a.y), right, f"step {step}")
+            graph.launch(stream)
+            stream.synchronize()
+            assert sorted(pool.residents()[1].tolist()) == [0, 1]
+
+
+def test_scales_and_biases_change_with_their_slot(cupy: Any) -> None:
+    """One slot, in turn of two experts, in replays that follow one another at once."""
+    draw = cases.Stream("slots with scales and biases")
+    rows = {"gate": SMALL.width, "up": SMALL.width, "down": SMALL.hidden}
+    scale = {name: 1 + draw.below(1000, EXPERTS).astype(np.float32) / 500 for name in rows}
+    bias = {name: draw.below(1000, (EXPERTS, n)).astype(np.float32) / 1000 - 0.5 for name, n in rows.items()}
+    layer = ffn_layer(
+        SMALL.weights(),
+        {"gate": SMALL.gate, "up": SMALL.up, "down": SMALL.down},
+        scale=scale,
+        bias=bias,
+    )
+    a = Arrays(cupy, 1, 1)
+    right = [
+        reference_ffn(layer, a.x, np.array([[expert]], np.int32), a.weights) for expert in range(EXPERTS)
+    ]
+    stream = cupy.cuda.Stream(non_blocking=True)
+    with stream, few_slots(), moepool.Pool(layer, 1, device=DEVICE) as pool:
+        ffn = moepool.ExpertFFN(pool)
+        graph = recorded(stream, lambda: ffn(*a.device, out=a.y))
+        count = 400
+        ids = cupy.asarray(np.array([step // 2 % 2 for step in range(count)], np.int32))  # a miss, then a hit
+        results = cupy.empty((count, *a.y.shape), cupy.float32)
+        for step in range(count):
+            a.device[1][:] = ids[step]
+            graph.launch(stream)
+            results[step] = a.y
+        got = get(results)
+        for step in range(count):
+            assert_same(got[step], right[step // 2 % 2], f"step {step}")
+        assert counts(pool).hits == count // 2
+
+
+def test_stats_leave_a_capture_on_a_blocking_stream_whole(cupy: Any, layer: moepool.Layer) -> None:
+    """Of a pool whose steps a graph holds: they would have to wait for the device."""
+    a = Arrays(cupy, 1)
+    stream = cupy.cuda.Stream(non_blocking=False)
+    with stream, few_slots(), moepool.Pool(layer, 2, device=DEVICE) as pool:
+        ffn = moepool.ExpertFFN(pool)
+        ffn(*a.device, out=a.y)
+        recorded(stream, lambda: ffn(*a.device, out=a.y)).launch(stream)
+        told = []
+
+        def step() -> None:
+            for call in (pool.stats, pool.residents):
+                with pytest.raises(moepool.StateError, match="captured in a graph"):
+                    call()
+                told.append(call)
+            ffn(*a.device, out=a.y)
+
+        graph = recorded(stream, step)
+        graph.launch(stream)
+        assert len(told) == 2 and pool.stats().steps == 3
+
+
 # ------------------------------------------------------------------------------------------------------ trace
+
+
+def test_a_ring_that_there_is_no_memory_for_is_refused_at_once(cupy: Any, layer: moepool.Layer) -> None:
+    a = Arrays(cupy, 1)
+    with few_slots(), moepool.Pool(layer, 2, device=DEVICE) as pool:
+        with pytest.raises(moepool.OutOfMemoryError):
+            pool.trace(room_bytes=1 << 42)
+        moepool.ExpertFFN(pool)(*a.device, out=a.y)
+        assert pool.stats().steps == 1
 
 
 @pytest.mark.parametrize("name", ["lru", "lfu", "slru"])

@@ -3,6 +3,7 @@ states that are saved and loaded. And the trace, from which a run is replayed.""
 
 from __future__ import annotations
 
+import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 import moepool
+from moepool._native import handles
 from moepool.policy import PolicyName
 from tests import cases
 from tests.spec.residency import Residency
@@ -113,6 +115,20 @@ def test_a_step_that_wants_too_much_admits_nobody(pool: moepool.Pool) -> None:
     assert step(pool, 0, 1, 2, 3, 4, admissions=[]).bypass
 
 
+def test_nobody_chooses_against_pinned_and_static(on: On, layer: moepool.Layer) -> None:
+    with (
+        on.pool(layer, 3, policy="pinned", hot=[8, 9]) as pinned,
+        on.pool(layer, 2, policy="static") as static,
+    ):
+        with pytest.raises(moepool.ArgumentError, match="slot 1: the expert in this slot is pinned"):
+            step(pinned, 5, admissions=[(5, 1)])
+        assert step(pinned, 5, admissions=[(5, 2)]).admitted == 1
+        with pytest.raises(moepool.ArgumentError, match="admissions for a static pool"):
+            step(static, 5, admissions=[(5, 1)])
+        assert step(static, 5, admissions=[]).misses == 1
+        assert (residents(pinned), residents(static)) == ([8, 9, 5], [0, 1])
+
+
 # --------------------------------------------------------------------------------------------------- prefetch
 
 
@@ -183,6 +199,41 @@ def test_resize_has_limits(on: On, layer: moepool.Layer, pool: moepool.Pool) -> 
         with pytest.raises(moepool.ArgumentError, match="1 slots, but 2 experts are pinned"):
             pinned.resize(1)
         assert pinned.resize(2) == 2 and residents(pinned) == [8, 9]
+
+
+def test_more_slots_than_experts_are_as_many_as_experts(pool: moepool.Pool, layer: moepool.Layer) -> None:
+    with (
+        pytest.warns(moepool.MoePoolWarning, match="20 slots for a layer of 12 experts"),
+        moepool.Pool(layer, 20, device=pool.device) as full,
+    ):
+        assert full.slots == EXPERTS == full.resize(20)
+        assert full._handle.resize(20) == EXPERTS  # the core says nothing
+
+
+def test_slots_that_come_back_take_the_hot_experts_in(on: On, layer: moepool.Layer, table: F32) -> None:
+    with on.pool(layer, 4, policy="static", hot=[7, 3, 5], max_slots=8) as given:
+        assert given.resize(1) == 1 and residents(given) == [7]
+        assert given.resize(8) == 8 and residents(given) == [7, 3, 5, -1, -1, -1, -1, -1]
+        check(on, given, table, np.array([[5, 7, 3]], np.int32), "hot again")
+    with on.pool(layer, 2, policy="static", max_slots=8) as first:
+        assert first.resize(4) == 4 and residents(first) == [0, 1, 2, 3]
+        assert first.stats().copied_bytes == 0
+        check(on, first, table, np.array([[3, 2, 0]], np.int32), "the first ones")
+
+
+def test_residents_hold_while_another_thread_resizes(pool: moepool.Pool) -> None:
+    step(pool, 5, 1)
+    pool._handle.resize(8)  # as if it happened between the question and the answer
+    assert residents(pool) == [1, 5] + [-1] * 6
+    pool._handle.resize(1)
+    assert len(residents(pool)) == 1
+
+    threads = [threading.Thread(target=pool.resize, args=(slots,)) for slots in (1, 8) for _ in range(20)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert pool.slots == pool.stats().slots == len(residents(pool))
 
 
 def test_an_open_route_keeps_its_slots(on: On, pool: moepool.Pool, table: F32) -> None:
@@ -364,7 +415,128 @@ def test_states_of_other_pools_are_refused(on: On, layer: moepool.Layer, tmp_pat
         assert residents(pool) == before
 
 
+@pytest.mark.parametrize("name", ["pinned", "static"])
+def test_a_state_does_not_replace_the_hot_experts(
+    on: On, layer: moepool.Layer, name: PolicyName, tmp_path: Path
+) -> None:
+    file = tmp_path / "state"
+    with (
+        on.pool(layer, 3, policy=name, hot=[8, 9]) as pool,
+        on.pool(layer, 3, policy=name, hot=[9, 8]) as other,
+    ):
+        pool.save_state(file)
+        pool.load_state(file)
+        with pytest.raises(moepool.ArgumentError, match="another hot list: expert 8 in slot 0, not 9"):
+            other.load_state(file)
+        assert residents(other) == [9, 8, -1]
+
+
+def summed(state: bytes) -> bytes:
+    """A state with the check sum that it should have: FNV-1a of its head and of what follows."""
+    check = 0xCBF29CE484222325
+    for byte in state[:72] + state[80:]:
+        check = (check ^ byte) * 0x100000001B3 % 2**64
+    return state[:72] + check.to_bytes(8, "little") + state[80:]
+
+
+@pytest.mark.parametrize("policy", [*STATES[2:5], STATES[6]], ids=str)
+def test_what_a_state_says_is_believed_only_as_far_as_it_can_be(
+    on: On, layer: moepool.Layer, table: F32, policy: moepool.Policy, tmp_path: Path
+) -> None:
+    """Damage that the check sum does not tell is told, or does no harm."""
+    draw = cases.Stream("believed", policy.name)
+    file, told = tmp_path / "state", 0
+    hot = [2, 3] if policy.name == "pinned" else None
+    with few_slots(), on.pool(layer, 5, policy=policy, hot=hot) as pool:
+        for i in range(60):
+            pool.resolve(skewed(draw, EXPERTS, 1, 3, i // 20)).release()
+        pool.save_state(file)
+        whole = file.read_bytes()
+        assert summed(whole) == whole
+        for at in range(len(whole)):
+            damaged = bytearray(whole)
+            damaged[at] ^= 1 << int(draw.below(8, 1)[0])
+            file.write_bytes(summed(bytes(damaged)))
+            try:
+                pool.load_state(file)
+            except (moepool.ArgumentError, moepool.FormatError):
+                told += 1
+            for _ in range(2):
+                check(on, pool, table, skewed(draw, EXPERTS, 1, 3, 0), f"byte {at}")
+            if hot:
+                assert residents(pool)[:2] == hot
+    assert told > 72  # of the head alone
+
+
+BAD_STATES = {
+    "tick": (56, (1 << 42) + 1, 8),
+    "negative tick": (56, 2**64 - 1, 8),
+    "unused": (68, 1, 4),
+}
+
+
+@pytest.mark.parametrize(("at", "value", "size"), BAD_STATES.values(), ids=list(BAD_STATES))
+def test_a_head_that_can_not_be_is_told(
+    pool: moepool.Pool, tmp_path: Path, at: int, value: int, size: int
+) -> None:
+    file = tmp_path / "state"
+    pool.save_state(file)
+    whole = file.read_bytes()
+    file.write_bytes(summed(whole[:at] + value.to_bytes(size, "little") + whole[at + size :]))
+    with pytest.raises(moepool.FormatError, match="damaged: its step count"):
+        pool.load_state(file)
+
+
+def test_only_residents_can_be_protected(on: On, layer: moepool.Layer, tmp_path: Path) -> None:
+    file = tmp_path / "state"
+    with on.pool(layer, 4, policy="slru") as pool:
+        step(pool, 0)
+        pool.save_state(file)
+        whole = bytearray(file.read_bytes())
+        for expert in range(1, EXPERTS):
+            whole[80 + 4 * 4 + 16 * expert + 15] |= 0x80
+        file.write_bytes(summed(bytes(whole)))
+        with pytest.raises(moepool.FormatError, match="expert 1 is protected and not resident"):
+            pool.load_state(file)
+        assert step(pool, 0).hits == 1
+
+
 # ------------------------------------------------------------------------------------------------------ trace
+
+
+def test_a_later_trace_ends_the_one_before(pool: moepool.Pool) -> None:
+    with pool.trace() as first:
+        step(pool, 1)
+        with pool.trace() as second:
+            step(pool, 2)
+            first.close()
+            with pytest.raises(moepool.StateError, match="a later trace of the pool has ended this one"):
+                first.drain()
+            step(pool, 3)
+        assert second.drain().ids.tolist() == [[2], [3]]
+
+
+def test_steps_are_taken_by_whoever_counted_them(pool: moepool.Pool) -> None:
+    """Of two that count before either takes, the second is told."""
+    lib, ffi, core = handles.lib, handles.ffi, pool._handle.pointer
+
+    def fetched() -> Any:
+        counts = ffi.new("moepool_trace_counts *")
+        handles.check(lib.moepool_pool_trace_fetch(core, counts))
+        return counts
+
+    room = np.empty(64, np.int64)  # for each of the arrays
+    arrays = ffi.new("moepool_trace_arrays *")
+    for name, field in ffi.typeof("moepool_trace_arrays").fields:
+        setattr(arrays, name, ffi.cast(field.type, room.ctypes.data))
+    with pool.trace():
+        step(pool, 1, 2)
+        one = fetched()
+        pool.trace()
+        step(pool, 3)
+        with pytest.raises(moepool.StateError, match="taken or started anew"):
+            handles.check(lib.moepool_pool_trace_take(core, one, arrays))
+        assert fetched().steps == 1
 
 
 def test_a_trace_has_every_step(pool: moepool.Pool) -> None:

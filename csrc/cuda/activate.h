@@ -25,6 +25,13 @@ __device__ __forceinline__ float widen(const void *data, moepool_dtype dtype, in
     return dtype == MOEPOOL_F16 ? num::widen_f16(raw) : num::widen_bf16(raw);
 }
 
+// The same past L1, for what a kernel may have written that ended after this one began.
+__device__ __forceinline__ float widen_past_l1(const void *data, moepool_dtype dtype, int64_t index) {
+    if (dtype == MOEPOOL_F32) return __ldcg(static_cast<const float *>(data) + index);
+    const uint16_t raw = __ldcg(static_cast<const unsigned short *>(data) + index);
+    return dtype == MOEPOOL_F16 ? num::widen_f16(raw) : num::widen_bf16(raw);
+}
+
 // A block of 32 columns, one a lane. Every lane gets the block's facts and its own code.
 struct Quantised {
     int code, sum0, sum1;

@@ -26,6 +26,8 @@ class Arena {
     int64_t bytes() const { return bytes_; }
     // What is taken from the device.
     int64_t taken() const { return base_ ? static_cast<int64_t>(chunks_.size()) * chunk_ : plain_bytes_; }
+    // What resize may ask for.
+    int64_t most() const { return base_ ? reserved_ : plain_bytes_; }
     // Fails with MOEPOOL_ERROR_OUT_OF_MEMORY, and is as it was, if there is not so much. Nothing reads what goes.
     void resize(int64_t bytes);
 

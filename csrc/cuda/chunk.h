@@ -115,10 +115,11 @@ __device__ __forceinline__ void multiply_chunk(const uint32_t *words, int width,
     }
 }
 
-// Scale, bias and the last step of a row (numerics.md section 3): their offsets in the record, or -1.
+// Scale, bias and the last step of a row (numerics.md section 3): their offsets in the record, or -1. Past L1, which
+// may hold what was in the slot before.
 __device__ __forceinline__ float finish_row(float t, const uint8_t *record, int64_t scale, int64_t bias, int64_t row) {
-    if (scale >= 0) t = __fmul_rn(t, *reinterpret_cast<const float *>(record + scale));
-    if (bias >= 0) t = __fadd_rn(t, reinterpret_cast<const float *>(record + bias)[row]);
+    if (scale >= 0) t = __fmul_rn(t, __ldcg(reinterpret_cast<const float *>(record + scale)));
+    if (bias >= 0) t = __fadd_rn(t, __ldcg(reinterpret_cast<const float *>(record + bias) + row));
     return num::finish(t);
 }
 

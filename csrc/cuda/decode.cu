@@ -101,7 +101,7 @@ const char *Decoder::refuses(const Layer &layer, int slots) {
 
 const char *Decoder::refuses(int64_t tokens, int64_t k) const {
     if (tokens < 1 || tokens > kMostDecodeTokens) return "a decode step on the device has 1 to 16 tokens";
-    if (tokens * k > kMostDecodePlaces) return "a decode step on the device has at most 512 places";
+    if (k < 1 || k > kMostDecodePlaces / tokens) return "a decode step on the device has at most 512 places";
     const OnDevice on(device_);
     if (!configure(layer_, tokens, k).fits())
         return "the device has too little shared memory for so many places a token";
@@ -218,10 +218,12 @@ void Decoder::require_whole() const {
 
 // Steps of a graph may be under way on any stream.
 void Decoder::wait() {
-    if (captured_)
-        check(cudaDeviceSynchronize(), "waiting for the device");
-    else
-        last_.wait();
+    if (!captured_) return last_.wait();
+    // To wait would break a capture that is under way. This fails beforehand, if that is on a blocking stream; of
+    // others nobody can be asked.
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(cudaStreamLegacy, &status), "waiting for replays");
+    check(cudaDeviceSynchronize(), "waiting for the device");
 }
 
 void Decoder::load(const Residency::Snapshot &residency, const std::vector<int> &leases) {
@@ -229,6 +231,7 @@ void Decoder::load(const Residency::Snapshot &residency, const std::vector<int> 
     const OnDevice on(device_);
     std::vector<int32_t> expert_in = residency.expert_in;
     expert_in.resize(static_cast<size_t>(slots_), -1);
+    whole_ = false;  // until it is all there
     copy(slot_of_.get(), residency.slot_of.data(), residency.slot_of.size());
     copy(expert_in_.get(), expert_in.data(), expert_in.size());
     copy(uses_.get(), residency.uses.data(), residency.uses.size());
@@ -239,6 +242,7 @@ void Decoder::load(const Residency::Snapshot &residency, const std::vector<int> 
     state.election = residency.election;
     copy(state_.get(), &state, 1);
     lease(leases);
+    whole_ = true;
 }
 
 DeviceSteps::Counts Decoder::store(Residency::Snapshot &residency) {
@@ -278,6 +282,7 @@ void Decoder::lease(const std::vector<int> &leases) {
     check(cudaMemcpyAsync(&state_.get()->leased, &leased, sizeof leased, cudaMemcpyHostToDevice, side_),
           "copying leases");
     leased_.record(side_);
+    if (captured_) leased_.wait();  // a graph may be launched at once, and holds nothing that waits for it
 }
 
 void Decoder::trace(int64_t words) {

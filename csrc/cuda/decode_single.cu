@@ -150,6 +150,8 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, 2)
     uint8_t *fill = nullptr;
     bool host = false;
     const auto ask_the_books = [&] {  // only they say whether it is to be kept
+        // The books' block runs: it is block 0, and blocks are begun in the order of their numbers. CUDA promises that
+        // nowhere, but every device does it, and other libraries count on it as well.
         uint32_t resolved = 0;
         while (!resolved)
             asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(resolved) : "l"(step.tables.resolved) : "memory");
@@ -231,7 +233,7 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
     const bool may_change_course = course_is_due(step.bell);
     for (int j = 32 * warp + lane; j < k; j += 32 * warps) {
         looked[j] = look_up(step, j);
-        weights[j] = widen(step.weights, step.weights_dtype, j);
+        weights[j] = widen_past_l1(step.weights, step.weights_dtype, j);
     }
     for (int j = warp; j < k; j += warps) shared.total[j * 32 + lane] = 0.0f;
     __syncthreads();

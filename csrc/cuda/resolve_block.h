@@ -294,7 +294,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
             if (s < slots && !(leased && a.leases[s] > 0)) {
                 const int e = inside[s];
                 if (e < 0)
-                    worth = policy::kEmpty;
+                    worth = policy::keeps(p, s) ? policy::kNever : policy::kEmpty;
                 else if (count[e] == 0 && policy::may_go(p, books.uses[e], s))
                     worth = policy::worth(p, books.uses[e], epoch);
             }

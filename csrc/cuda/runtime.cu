@@ -89,10 +89,9 @@ void check(cudaError_t status, const char *what) {
 OnDevice::OnDevice(int device) {
     learn(device);
     check(cudaGetDevice(&before_), "asking for the current device");
-    if (before_ == device)
-        before_ = -1;
-    else
-        check(cudaSetDevice(device), "selecting the device");
+    if (before_ == device) before_ = -1;
+    // Also if it is current: only this makes its context that of a thread which has called nothing yet.
+    check(cudaSetDevice(device), "selecting the device");
 }
 
 OnDevice::~OnDevice() {

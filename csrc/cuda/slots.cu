@@ -73,8 +73,13 @@ CudaSlots::CudaSlots(int device, const Layer &layer, int count, int most, int64_
       uploader_(pinning_) {
     const int64_t record = layer.record_bytes();
     fit(count, [&](int slots) { arena_ = Arena(device, slots * record, most * record); });
-    if (count_)
-        check(cudaMemsetAsync(arena_.get(), 0, static_cast<size_t>(count_ * record), staging_), "clearing slots");
+    try {
+        if (count_)
+            check(cudaMemsetAsync(arena_.get(), 0, static_cast<size_t>(count_ * record), staging_), "clearing slots");
+    } catch (...) {
+        give_back_budget();
+        throw;
+    }
 }
 
 CudaSlots::~CudaSlots() {
@@ -86,6 +91,10 @@ CudaSlots::~CudaSlots() {
         decoder_.reset();
     } catch (...) {  // the driver is gone
     }
+    give_back_budget();
+}
+
+void CudaSlots::give_back_budget() const {
     const std::lock_guard<std::mutex> lock(budget_mutex);
     slot_bytes[device_] -= bytes();
 }
@@ -118,7 +127,7 @@ void CudaSlots::fit(int count, const Take &take) {
 void CudaSlots::resize(int count) {
     const OnDevice on(device_);
     const int64_t record = layer_.record_bytes();
-    count = std::min(count, most_);
+    count = static_cast<int>(std::min<int64_t>({count, most_, arena_.most() / record}));
     if (count > count_) {
         const int before = count_;
         fit(count, [&](int slots) { arena_.resize(slots * record); });
@@ -153,9 +162,12 @@ void CudaSlots::settle() {
 
 DeviceSteps *CudaSlots::device_steps(const PolicyConfig &policy, int admit, moepool_miss miss,
                                      const std::shared_ptr<const void> &keep) {
-    if (decoder_ || Decoder::refuses(layer_, most_)) return decoder_.get();
-    if (!pinning_.pinned(layer_.record(layer_.experts() - 1))) return nullptr;
-    if (no_decoder_) return nullptr;
+    if (decoder_ || !no_decoder_.empty()) return decoder_.get();
+    if (const char *why = Decoder::refuses(layer_, most_))
+        no_decoder_ = why;
+    else if (!pinning_.pinned(layer_.record(layer_.experts() - 1)))
+        no_decoder_ = "not all records are page-locked";
+    if (!no_decoder_.empty()) return nullptr;
     const OnDevice on(device_);
     try {
         std::vector<const uint8_t *> records;
@@ -175,7 +187,7 @@ DeviceSteps *CudaSlots::device_steps(const PolicyConfig &policy, int admit, moep
     } catch (const Error &error) {
         // The host can take the steps all the same.
         if (error.status() != MOEPOOL_ERROR_OUT_OF_MEMORY && error.status() != MOEPOOL_ERROR_UNSUPPORTED) throw;
-        no_decoder_ = true;
+        no_decoder_ = error.what();
     }
     return decoder_.get();
 }

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -90,6 +91,7 @@ class CudaSlots : public Slots {
     void settle() override;
     DeviceSteps *device_steps(const PolicyConfig &policy, int admit, moepool_miss miss,
                               const std::shared_ptr<const void> &keep) override;
+    std::string why_no_device_steps() const override { return no_decoder_; }
 
     // Brings bytes [from, to) of the groups' records, and the tail that holds biases and scales, to scratch memory,
     // some groups at a time, and calls compute(tiles) on `stream` for each lot: each record crosses the link once.
@@ -102,6 +104,7 @@ class CudaSlots : public Slots {
     // Calls take(slots) with as many as the budget and the memory have room for, at most `count`.
     template <class Take>
     void fit(int count, const Take &take);
+    void give_back_budget() const;
 
     const int device_;
     const Layer &layer_;
@@ -113,7 +116,7 @@ class CudaSlots : public Slots {
     Uploader uploader_;
     Stream staging_, copies_;
     std::unique_ptr<Decoder> decoder_;
-    bool no_decoder_ = false;  // it could not be made
+    std::string no_decoder_;  // why there is none
 };
 
 template <class Compute>

@@ -76,6 +76,8 @@ class Slots {
                                       const std::shared_ptr<const void> & /*keep*/) {
         return nullptr;
     }
+    // Why device_steps gave NULL.
+    virtual std::string why_no_device_steps() const { return {}; }
 };
 
 class Backend {

@@ -83,10 +83,13 @@ MOEPOOL_HD inline int64_t claim(const PolicyConfig &p, const Use &use, uint32_t 
     return p.kind == MOEPOOL_POLICY_REELECT ? int64_t{use.marked} : int64_t{count_at(p, use, epoch)};
 }
 
+// Whether a slot is kept for a pinned expert, also while a copy that failed leaves it empty.
+MOEPOOL_HD inline bool keeps(const PolicyConfig &p, int slot) {
+    return p.kind == MOEPOOL_POLICY_PINNED && slot < p.pinned;
+}
 // Whether an expert may be evicted at all.
 MOEPOOL_HD inline bool may_go(const PolicyConfig &p, const Use &use, int slot) {
-    if (p.kind == MOEPOOL_POLICY_PINNED) return slot >= p.pinned;
-    return p.kind != MOEPOOL_POLICY_REELECT || !use.marked;
+    return !keeps(p, slot) && !(p.kind == MOEPOOL_POLICY_REELECT && use.marked);
 }
 // Whether a missing expert may take the place of another.
 MOEPOOL_HD inline bool may_replace(const PolicyConfig &p, const Use &missing, const Use &victim, uint32_t epoch,

@@ -108,27 +108,39 @@ Pool::Pool(std::shared_ptr<const Store> store, const moepool_pool_config &config
       max_slots_(std::min(checked_most(config), layer_.experts())),
       slots_(backend_.make_slots(layer_, std::min(at_least(config.slots, 0, "slots"), layer_.experts()), max_slots_,
                                  checked_budget(config.budget_bytes))),
+      most_slots_(std::max(max_slots_, slots_->count())),
       residency_(layer_.experts(), slots_->count(), policy_, admit_),
       leases_(static_cast<size_t>(residency_.slots()), 0) {
-    std::vector<Residency::Admission> hot;
     if (policy_.kind == MOEPOOL_POLICY_STATIC || policy_.kind == MOEPOOL_POLICY_PINNED) {
-        const int count = config.hot ? config.hot_count : residency_.slots();
+        std::vector<bool> named(static_cast<size_t>(layer_.experts()), false);
+        const int count = config.hot ? config.hot_count : layer_.experts();
         for (int i = 0; i < count; ++i) {
             const int expert = config.hot ? config.hot[i] : i;
             if (expert < 0 || expert >= layer_.experts())
                 fail(MOEPOOL_ERROR_INDEX, "hot expert %d at position %d is outside [0, %d)", expert, i,
                      layer_.experts());
-            if (residency_.slot_of(expert) >= 0)
+            if (named[static_cast<size_t>(expert)])
                 fail(MOEPOOL_ERROR_ARGUMENT, "hot expert %d at position %d is given twice", expert, i);
-            if (i >= residency_.slots()) continue;  // memory was short: the first ones are the hottest
-            residency_.place(expert, i);
-            hot.push_back({expert, i, -1});
+            named[static_cast<size_t>(expert)] = true;
+            hot_.push_back(expert);
         }
     }
-    fill(hot);
-    stats_.copied_bytes = 0;  // counts what steps copy
-    stats_.slots = made_slots_ = residency_.slots();
+    fill(place_hot());
     stats_.experts = layer_.experts();
+}
+
+// Gives the hot experts the slots that are theirs, if they lie nowhere: those for which there were no slots are the
+// least hot ones.
+std::vector<Residency::Admission> Pool::place_hot() {
+    std::vector<Residency::Admission> placed;
+    placed.reserve(hot_.size());
+    for (int slot = 0; slot < std::min(static_cast<int>(hot_.size()), residency_.slots()); ++slot) {
+        const int expert = hot_[static_cast<size_t>(slot)];
+        if (residency_.expert_in(slot) >= 0 || residency_.slot_of(expert) >= 0) continue;
+        residency_.place(expert, slot);
+        placed.push_back({expert, slot, -1});
+    }
+    return placed;
 }
 
 // All ids are checked before anything changes.
@@ -198,6 +210,7 @@ void Pool::raise_pending() const {
 }
 
 void Pool::fill(const std::vector<Residency::Admission> &admissions) {
+    must_settle_ = true;
     for (size_t i = 0; i < admissions.size(); ++i) {
         try {
             slots_->fill(admissions[i].slot, layer_.record(admissions[i].expert));
@@ -206,7 +219,6 @@ void Pool::fill(const std::vector<Residency::Admission> &admissions) {
             for (; i < admissions.size(); ++i) residency_.clear(admissions[i].slot);
             throw;
         }
-        stats_.copied_bytes += layer_.record_bytes();
     }
 }
 
@@ -241,15 +253,12 @@ bool Pool::ffn_on_device(const moepool_ids &ids, moepool_phase phase, const moep
     if (!steps || steps->refuses(ids.tokens, ids.k)) return false;
     raise_pending();
     if (told_of_failure_) fail_for_good(steps->failure());
-    if (must_settle_) {
-        slots_->settle();
-        must_settle_ = false;
-    }
+    if (must_settle_) slots_->settle();
     if (!device_steps_) {
         steps->load(residency_.snapshot(), leases_);
-        if (tracing_) steps->trace(trace_room_);
         device_steps_ = steps;
     }
+    must_settle_ = false;
     steps->run(ids, x, weights, weights_dtype, out, stream);
     return true;
 }
@@ -259,7 +268,7 @@ std::string Pool::describe(int64_t tokens, int64_t k) {
     if (is_prompt(tokens, MOEPOOL_PHASE_AUTO)) return "host: a prompt, of more than prompt_tokens tokens";
     const std::lock_guard<std::mutex> lock(mutex_);
     DeviceSteps *steps = slots_->device_steps(policy_, admit_, miss_, store_);
-    if (!steps) return "host: not all records are page-locked, or it is no FFN";
+    if (!steps) return "host: " + slots_->why_no_device_steps();
     if (const char *why = steps->refuses(tokens, k)) return std::string("host: ") + why;
     return "device: " + steps->describe(tokens, k);
 }
@@ -270,9 +279,23 @@ void Pool::return_residency() {
     slots_->settle();
 }
 
+// The host changes the residency, or what the slots hold. Whatever fails then, the device gets what has become of it.
+template <class Change>
+void Pool::change(const Change &change) {
+    try {
+        change();
+    } catch (...) {
+        return_residency();
+        throw;
+    }
+    return_residency();
+}
+
 // Whether a step that wants these may admit so; nothing has changed yet.
 void Pool::check(const std::vector<Residency::Choice> &chosen, const std::vector<int> &wanted, bool prompt) const {
     const int slots = residency_.slots();
+    if (!chosen.empty() && policy_.kind == MOEPOOL_POLICY_STATIC)
+        fail(MOEPOOL_ERROR_ARGUMENT, "admissions for a static pool, which admits nobody");
     if (!chosen.empty() && (prompt || static_cast<int>(wanted.size()) > slots))
         fail(MOEPOOL_ERROR_ARGUMENT, "admissions for a step that bypasses, since it %s: it admits nobody",
              prompt ? "is a prompt" : "wants more experts than there are slots");
@@ -288,6 +311,8 @@ void Pool::check(const std::vector<Residency::Choice> &chosen, const std::vector
             why = "the step does not want this expert";
         else if (residency_.slot_of(expert) >= 0)
             why = "the expert is resident already";
+        else if (policy::keeps(policy_, slot))
+            why = "the expert in this slot is pinned";
         else if (leases_[static_cast<size_t>(slot)])
             why = "an open route reads this slot";
         else if (wants(residency_.expert_in(slot)))
@@ -323,36 +348,35 @@ std::unique_ptr<Route> Pool::resolve(const moepool_ids &ids, moepool_phase phase
     }
     std::vector<bool> hit;
     for (const int expert : wanted) hit.push_back(residency_.slot_of(expert) >= 0);
-    const Residency::Step &step =
-        residency_.step(wanted.data(), static_cast<int>(wanted.size()), prompt, leases_.data(), chosen);
-    try {
+    const Residency::Step *taken = nullptr;
+    change([&] {
+        const Residency::Step &step =
+            residency_.step(wanted.data(), static_cast<int>(wanted.size()), prompt, leases_.data(), chosen);
+        taken = &step;
         fill(step.admissions);
-    } catch (...) {
-        if (device_steps_) device_steps_->load(residency_.snapshot(), leases_);  // without what could not be filled
-        throw;
-    }
-    record(step.tick, route.get(), prompt ? MOEPOOL_TRACE_PROMPT : MOEPOOL_TRACE_DECODE, step.bypass, step.admissions);
-
-    // The map is as the step left it: only now is it read.
-    for (size_t i = 0; i < route->groups.size(); ++i) {
-        Route::Group &group = route->groups[i];
-        // A host miss that was given a slot is computed where it lies all the same: the slot is for later steps.
-        const bool hot = hit[i] || miss_ == MOEPOOL_MISS_STREAM;
-        group.slot = hot ? residency_.slot_of(group.expert) : -1;
-        group.record = group.slot >= 0 ? slots_->slot(group.slot) : layer_.record(group.expert);
-    }
-    route->device = slots_->publish(*route);
+        record(step.tick, route.get(), prompt ? MOEPOOL_TRACE_PROMPT : MOEPOOL_TRACE_DECODE, step.bypass,
+               step.admissions);
+        // The map is as the step left it: only now is it read.
+        for (size_t i = 0; i < route->groups.size(); ++i) {
+            Route::Group &group = route->groups[i];
+            // A host miss that was given a slot is computed where it lies all the same: the slot is for later steps.
+            const bool hot = hit[i] || miss_ == MOEPOOL_MISS_STREAM;
+            group.slot = hot ? residency_.slot_of(group.expert) : -1;
+            group.record = group.slot >= 0 ? slots_->slot(group.slot) : layer_.record(group.expert);
+        }
+        route->device = slots_->publish(*route);
+        for (const Route::Group &group : route->groups)
+            if (group.slot >= 0) ++leases_[static_cast<size_t>(group.slot)];
+        route->leased = true;
+    });
 
     // From here on nothing fails.
-    for (const Route::Group &group : route->groups) {
-        if (group.slot >= 0)
-            ++leases_[static_cast<size_t>(group.slot)];
-        else
+    const Residency::Step &step = *taken;
+    for (const Route::Group &group : route->groups)
+        if (group.slot < 0)
             (miss_ != MOEPOOL_MISS_STREAM ? stats_.host_bytes : stats_.in_place_bytes) += layer_.record_bytes();
-    }
-    route->leased = true;
-    return_residency();
     ++stats_.steps;
+    stats_.copied_bytes += static_cast<int64_t>(step.admissions.size()) * layer_.record_bytes();
     stats_.bypasses += step.bypass;
     (prompt ? stats_.prompt_hits : stats_.hits) += step.hits;
     (prompt ? stats_.prompt_misses : stats_.misses) += step.misses;
@@ -395,61 +419,52 @@ int Pool::prefetch(const int32_t *experts, int count) {
     const std::lock_guard<std::mutex> lock(mutex_);
     raise_pending();
     fetch_residency();
-    const std::vector<Residency::Admission> &admissions = residency_.prefetch(wanted, leases_);
-    try {
+    int admitted = 0;
+    change([&] {
+        const std::vector<Residency::Admission> &admissions = residency_.prefetch(wanted, leases_);
         fill(admissions);
-    } catch (...) {
-        if (device_steps_) device_steps_->load(residency_.snapshot(), leases_);
-        throw;
-    }
-    record(residency_.tick(), nullptr, MOEPOOL_TRACE_PREFETCH, false, admissions);
-    for (const Residency::Admission &admission : admissions) stats_.evictions += admission.evicted >= 0;
-    stats_.prefetched += static_cast<int64_t>(admissions.size());
-    return_residency();
-    return static_cast<int>(admissions.size());
+        admitted = static_cast<int>(admissions.size());
+        record(residency_.tick(), nullptr, MOEPOOL_TRACE_PREFETCH, false, admissions);
+        for (const Residency::Admission &admission : admissions) stats_.evictions += admission.evicted >= 0;
+        stats_.prefetched += admitted;
+        stats_.copied_bytes += admitted * layer_.record_bytes();
+    });
+    return admitted;
 }
 
 int Pool::resize(int slots) {
     at_least(slots, 0, "slots");
     const std::lock_guard<std::mutex> lock(mutex_);
     raise_pending();
-    const int most = std::max(max_slots_, made_slots_);
-    if (slots > most)
+    slots = std::min(slots, layer_.experts());
+    if (slots > most_slots_)
         fail(MOEPOOL_ERROR_ARGUMENT, "%d slots, but the pool was made for at most %d: make it with a greater max_slots",
-             slots, most);
-    if (policy_.kind == MOEPOOL_POLICY_PINNED && slots < policy_.pinned)
+             slots, most_slots_);
+    if (slots < std::min(policy_.pinned, residency_.slots()))
         fail(MOEPOOL_ERROR_ARGUMENT, "%d slots, but %d experts are pinned", slots, policy_.pinned);
     for (size_t slot = static_cast<size_t>(slots); slot < leases_.size(); ++slot)
         if (leases_[slot])
             fail(MOEPOOL_ERROR_STATE, "an open route reads slot %d: release it before there are only %d slots",
                  static_cast<int>(slot), slots);
     fetch_residency();
+    slots_->settle();  // what still reads the slots
     if (slots > residency_.slots()) {
         slots_->resize(slots);
-        residency_.resize(slots_->count(), leases_);
-        leases_.resize(static_cast<size_t>(residency_.slots()), 0);
-        return_residency();
+        leases_.resize(static_cast<size_t>(slots_->count()), 0);
+        change([&] {
+            residency_.resize(slots_->count(), leases_);
+            fill(place_hot());
+        });
     } else if (slots < residency_.slots()) {
-        std::vector<Residency::Admission> moved;
-        for (const Residency::Choice &move : residency_.resize(slots, leases_))
-            moved.push_back({move.expert, move.slot, -1});
-        leases_.resize(static_cast<size_t>(slots));
-        const int64_t copied = stats_.copied_bytes;  // which counts what steps copy
-        try {
-            slots_->settle();  // what still reads the slots
+        change([&] {
+            const std::vector<Residency::Admission> moved = residency_.resize(slots, leases_);
+            leases_.resize(static_cast<size_t>(slots));
             fill(moved);
-        } catch (...) {
-            stats_.slots = slots;
-            if (device_steps_) device_steps_->load(residency_.snapshot(), leases_);
-            throw;
-        }
-        stats_.copied_bytes = copied;
-        return_residency();
+        });
         slots_->settle();
         slots_->resize(slots);  // last: nobody knows of the slots that go any more
     }
-    stats_.slots = residency_.slots();
-    return stats_.slots;
+    return residency_.slots();
 }
 
 std::vector<uint8_t> Pool::save() const {
@@ -466,21 +481,20 @@ void Pool::load(const uint8_t *data, int64_t size) {
         fail(MOEPOOL_ERROR_STATE, "%d routes of the pool are open: release them before its state is loaded",
              open_routes_);
     const Residency::Snapshot state = read_state(data, size, residency_.slots(), policy_, layer_);
-    fetch_residency();
-    const int64_t copied = stats_.copied_bytes;  // which counts what steps copy
-    residency_.restore(state);
     std::vector<Residency::Admission> residents;
-    for (int slot = 0; slot < residency_.slots(); ++slot)
-        if (const int expert = residency_.expert_in(slot); expert >= 0) residents.push_back({expert, slot, -1});
-    slots_->settle();
-    try {
-        fill(residents);
-    } catch (...) {
-        if (device_steps_) device_steps_->load(residency_.snapshot(), leases_);
-        throw;
+    for (int slot = 0; slot < residency_.slots(); ++slot) {
+        const int expert = state.expert_in[static_cast<size_t>(slot)];
+        if (slot < static_cast<int>(hot_.size()) && expert != hot_[static_cast<size_t>(slot)])
+            fail(MOEPOOL_ERROR_ARGUMENT, "the state is of a pool with another hot list: expert %d in slot %d, not %d",
+                 expert, slot, hot_[static_cast<size_t>(slot)]);
+        if (expert >= 0) residents.push_back({expert, slot, -1});
     }
-    stats_.copied_bytes = copied;
-    return_residency();
+    fetch_residency();
+    slots_->settle();
+    change([&] {
+        residency_.restore(state);
+        fill(residents);
+    });
 }
 
 void Pool::record(int64_t tick, const Route *route, moepool_trace_phase phase, bool bypass,
@@ -515,8 +529,11 @@ void Pool::start_trace(int64_t room_bytes) {
         fail(MOEPOOL_ERROR_ARGUMENT, "room_bytes is %lld: at least 0", static_cast<long long>(room_bytes));
     const std::lock_guard<std::mutex> lock(mutex_);
     // At least a step or two of the largest there are.
-    trace_room_ = std::max<int64_t>(room_bytes ? room_bytes : kUsual, 1 << 14) / static_cast<int64_t>(sizeof(uint32_t));
-    if (device_steps_) device_steps_->trace(trace_room_);
+    const int64_t room =
+        std::max<int64_t>(room_bytes ? room_bytes : kUsual, 1 << 14) / static_cast<int64_t>(sizeof(uint32_t));
+    // Also if the device has taken no step yet: if there is no memory, that is to be said here.
+    if (DeviceSteps *steps = slots_->device_steps(policy_, admit_, miss_, store_)) steps->trace(room);
+    trace_room_ = room;
     trace_.clear();
     trace_lost_ = 0;
     tracing_ = true;
@@ -527,7 +544,7 @@ void Pool::stop_trace() {
     if (!tracing_) return;
     fetch_residency();
     drain_trace();
-    if (device_steps_) device_steps_->trace(0);
+    if (DeviceSteps *steps = slots_->device_steps(policy_, admit_, miss_, store_)) steps->trace(0);
     tracing_ = false;
 }
 
@@ -577,6 +594,8 @@ void Pool::take_trace(const moepool_trace_counts &counts, const moepool_trace_ar
         }
         ++done.steps;
     }
+    if (done.places != counts.places || done.admissions != counts.admissions)
+        fail(MOEPOOL_ERROR_STATE, "the trace has been taken or started anew since it was counted");
     trace_.erase(trace_.begin(), trace_.begin() + static_cast<std::ptrdiff_t>(at));
 }
 
@@ -585,6 +604,7 @@ moepool_pool_stats Pool::stats() const {
     fetch_residency();
     raise_pending();
     moepool_pool_stats stats = stats_;
+    stats.slots = residency_.slots();
     stats.steps += device_counts_.steps;
     stats.bypasses += device_counts_.bypasses;
     stats.hits += device_counts_.hits;

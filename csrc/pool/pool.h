@@ -51,6 +51,7 @@ class Pool : public std::enable_shared_from_this<Pool> {
 
   private:
     std::vector<int32_t> read_ids(const moepool_ids &ids, void *stream);
+    std::vector<Residency::Admission> place_hot();
     void fill(const std::vector<Residency::Admission> &admissions);
     void raise_pending() const;
     bool is_prompt(int64_t tokens, moepool_phase phase) const;
@@ -59,6 +60,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
     void fetch_residency() const;
     // Hands the residency back to the device, if it is the one that has it.
     void return_residency();
+    template <class Change>
+    void change(const Change &change);
     void check(const std::vector<Residency::Choice> &chosen, const std::vector<int> &wanted, bool prompt) const;
     void record(int64_t tick, const Route *route, moepool_trace_phase phase, bool bypass,
                 const std::vector<Residency::Admission> &admissions);
@@ -74,6 +77,8 @@ class Pool : public std::enable_shared_from_this<Pool> {
     const int prompt_tokens_;
     const int max_slots_;
     const std::unique_ptr<Slots> slots_;
+    const int most_slots_;
+    std::vector<int> hot_;  // static, pinned: who has the first slots, as far as there are any
 
     mutable std::mutex mutex_;  // of all below, and of filling slots
     mutable Residency residency_;
@@ -84,7 +89,6 @@ class Pool : public std::enable_shared_from_this<Pool> {
     mutable DeviceSteps::Counts device_counts_{};
     mutable bool told_of_failure_ = false;  // of device_steps_
     moepool_pool_stats stats_{};
-    int made_slots_ = 0;  // when the pool was made
     bool tracing_ = false;
     int64_t trace_room_ = 0;       // words of a device
     std::vector<uint32_t> trace_;  // steps in their order: trace.h

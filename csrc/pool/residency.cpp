@@ -57,6 +57,7 @@ const Residency::Step &Residency::step(const int *wanted, int count, bool prompt
     step_.bypass = prompt || count > slots();
     step_.hits = 0;
     step_.admissions.clear();
+    step_.admissions.reserve(expert_in_.size());  // no failure half way
     missing_.clear();
     for (int i = 0; i < count; ++i) {
         if (slot_of(wanted[i]) >= 0)
@@ -128,7 +129,7 @@ __attribute__((always_inline)) inline void Residency::weigh(const PolicyConfig &
     for (int slot = 0; slot < count; ++slot) {
         const auto s = static_cast<size_t>(slot);
         const int expert = expert_in_[s];
-        int64_t worth = policy::kEmpty;
+        int64_t worth = policy::keeps(p, slot) ? policy::kNever : policy::kEmpty;
         if (expert >= 0) {
             worth = policy::worth(p, use(expert), epoch);
             if (taken_[s] || !policy::may_go(p, use(expert), slot)) worth = policy::kNever;
@@ -168,6 +169,7 @@ void Residency::admit_to(int expert, int slot) {
 const std::vector<Residency::Admission> &Residency::prefetch(const std::vector<int> &experts,
                                                              const std::vector<int> &leases) {
     step_ = {};
+    step_.admissions.reserve(expert_in_.size());
     if (policy_.kind == MOEPOOL_POLICY_STATIC) return step_.admissions;
     missing_.clear();
     for (const int expert : experts) {
@@ -184,41 +186,44 @@ const std::vector<Residency::Admission> &Residency::prefetch(const std::vector<i
     return step_.admissions;
 }
 
-std::vector<Residency::Choice> Residency::resize(int slots, const std::vector<int> &leases) {
+std::vector<Residency::Admission> Residency::resize(int slots, const std::vector<int> &leases) {
     const auto count = static_cast<size_t>(slots);
-    std::vector<Choice> moves;
+    std::vector<Admission> moves;
     if (count < expert_in_.size()) {
         std::vector<std::pair<int64_t, int>> residents;
         for (int slot = 0; slot < this->slots(); ++slot) {
             const int expert = expert_in(slot);
             if (expert < 0) continue;
-            const bool stays = leases[static_cast<size_t>(slot)] > 0 ||
-                               (policy_.kind == MOEPOOL_POLICY_PINNED && slot < policy_.pinned);
+            const bool stays = leases[static_cast<size_t>(slot)] > 0 || policy::keeps(policy_, slot);
             int64_t worth = policy::worth(policy_, use(expert), epoch());
             if (policy_.kind == MOEPOOL_POLICY_STATIC) worth = -slot;
             residents.emplace_back(-(stays ? policy::kNever : worth), -slot);  // the last to go first
         }
         std::sort(residents.begin(), residents.end());
+        size_t stay = count;
+        for (int slot = 0; slot < slots; ++slot) stay -= policy::keeps(policy_, slot) && expert_in(slot) < 0;
         std::vector<int> moving;
+        moving.reserve(residents.size());
+        moves.reserve(residents.size());
         for (size_t i = 0; i < residents.size(); ++i) {
             const int slot = -residents[i].second;
-            if (i < count && slot < slots) continue;
-            if (i < count) moving.push_back(slot);
-            if (i >= count) clear(slot);
+            if (i < stay && slot < slots) continue;
+            if (i < stay) moving.push_back(slot);
+            if (i >= stay) clear(slot);
         }
         std::sort(moving.begin(), moving.end());
         int next = 0;
         for (const int from : moving) {
-            while (expert_in(next) >= 0) ++next;
+            while (expert_in(next) >= 0 || policy::keeps(policy_, next)) ++next;
             const int expert = expert_in(from);
             expert_in_[static_cast<size_t>(from)] = -1;
             place(expert, next);
-            moves.push_back({expert, next});
+            moves.push_back({expert, next, -1});
         }
     }
-    expert_in_.resize(count, -1);
     taken_.resize(count, 0);
     worth_.resize(count, 0);
+    expert_in_.resize(count, -1);
     return moves;
 }
 

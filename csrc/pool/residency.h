@@ -15,7 +15,8 @@
 //   - The missing experts, by falling claim, then rising id, and at most `admit` of them, meet the victims, by rising
 //     worth, then rising slot, empty slots first; the i-th of these the i-th of those. Each that may replace its victim
 //     is admitted; an empty slot takes any. A wanted expert is never a victim, nor is one that a lease pins, nor one
-//     that the policy keeps: if that leaves too few victims, the rest of the missing are not admitted.
+//     that the policy keeps, nor an empty slot of a pinned expert: if that leaves too few victims, the rest of the
+//     missing are not admitted.
 // * Static admits nobody: its residents are set when the pool is made.
 // * A caller may choose a step's admissions, the rest of the step being the same.
 // * A prefetch is no step: it takes no tick and counts nothing. The experts that it names take the tick of the last
@@ -23,7 +24,7 @@
 //   guard or an election say. Static admits nobody then either.
 // * A change of the number of slots keeps the residents that would be the last to go; static keeps its first slots. A
 //   slot that is leased or pinned stays; the elected go last. Of those kept the ones in slots that go move to the free
-//   ones, both in rising slot.
+//   ones, both in rising slot. Into slots that are added static and pinned take the hot experts that had none.
 // clang-format on
 #pragma once
 
@@ -89,8 +90,8 @@ class Residency {
     const std::vector<Admission> &prefetch(const std::vector<int> &experts, const std::vector<int> &leases);
 
     // Experts that moved: their new slot holds nothing of theirs yet. No leased slot goes, nor one that holds a pinned
-    // expert.
-    std::vector<Choice> resize(int slots, const std::vector<int> &leases);
+    // expert. If memory runs out, nothing has changed but for experts that are not resident any more.
+    std::vector<Admission> resize(int slots, const std::vector<int> &leases);
 
     Snapshot snapshot() const { return {tick_, election_, slot_of_, expert_in_, uses_}; }
     void restore(const Snapshot &snapshot);

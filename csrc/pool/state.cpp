@@ -116,6 +116,9 @@ Residency::Snapshot read_state(const uint8_t *data, int64_t size, int slots, con
         fail(MOEPOOL_ERROR_IO, "the state is damaged: %s",
              size == static_cast<int64_t>(sizeof head + rest) ? "its check sum is wrong"
                                                               : "it is cut, or has more bytes than it should");
+    // No more than half of the ticks that policies reckon with, so that as many are left.
+    if (head.tick < 0 || head.tick > int64_t{1} << (policy::kTickBits - 1) || head.unused != 0)
+        fail(MOEPOOL_ERROR_IO, "the state is damaged: its step count is %lld", static_cast<long long>(head.tick));
     Residency::Snapshot state = {};
     state.tick = head.tick;
     state.election = head.election;
@@ -130,7 +133,8 @@ Residency::Snapshot read_state(const uint8_t *data, int64_t size, int slots, con
             fail(MOEPOOL_ERROR_IO, "the state is damaged: expert %d in slot %d", expert, static_cast<int>(slot));
         if (expert >= 0) state.slot_of[static_cast<size_t>(expert)] = static_cast<int32_t>(slot);
     }
-    for (Use &use : state.uses) {
+    for (size_t expert = 0; expert < experts; ++expert) {
+        Use &use = state.uses[expert];
         uint32_t epoch = 0;
         std::memcpy(&use.last, at, 8);
         std::memcpy(&use.count, at + 8, 4);
@@ -141,6 +145,11 @@ Residency::Snapshot read_state(const uint8_t *data, int64_t size, int slots, con
         if (use.last < 0 || use.last > state.tick || use.count < 0 || use.count >= policy::kMostCount)
             fail(MOEPOOL_ERROR_IO, "the state is damaged: a use at step %lld of %lld", static_cast<long long>(use.last),
                  static_cast<long long>(state.tick));
+        const bool may_be_marked =
+            policy.kind == MOEPOOL_POLICY_SLRU ? state.slot_of[expert] >= 0 : policy.kind == MOEPOOL_POLICY_REELECT;
+        if (use.marked && !may_be_marked)
+            fail(MOEPOOL_ERROR_IO, "the state is damaged: expert %d is protected and not resident",
+                 static_cast<int>(expert));
     }
     return state;
 }

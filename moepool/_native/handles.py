@@ -9,6 +9,7 @@ call that is under way in another thread holds its own, so closing never frees w
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -296,6 +297,7 @@ class PoolHandle(Handle):
         out = ffi.new("moepool_pool **")
         check(lib.moepool_pool_create(store.pointer, settings, out))
         super().__init__(out[0], lib.moepool_pool_destroy)
+        self._tracing, self._traces = threading.Lock(), 0
 
     def describe(self, tokens: int, k: int) -> str:
         text = ffi.new("char[]", 512)
@@ -333,14 +335,28 @@ class PoolHandle(Handle):
     def load(self, data: bytes) -> None:
         check(lib.moepool_pool_load(self.pointer, ffi.from_buffer(data), len(data)))
 
-    def start_trace(self, room_bytes: int) -> None:
-        check(lib.moepool_pool_trace_start(self.pointer, room_bytes))
+    def start_trace(self, room_bytes: int) -> int:
+        """The number of this trace: a later one ends it."""
+        with self._tracing:
+            check(lib.moepool_pool_trace_start(self.pointer, room_bytes))
+            self._traces += 1
+            return self._traces
 
-    def stop_trace(self) -> None:
-        check(lib.moepool_pool_trace_stop(self.pointer))
+    def stop_trace(self, number: int) -> None:
+        with self._tracing:
+            if number == self._traces:
+                check(lib.moepool_pool_trace_stop(self.pointer))
 
-    def take_trace(self) -> dict[str, npt.NDArray[Any]]:
+    def take_trace(self, number: int) -> dict[str, npt.NDArray[Any]]:
         """The fields of moepool_trace_arrays, of all steps that were recorded so far."""
+        with self._tracing:
+            if number != self._traces:
+                raise StateError(
+                    "a later trace of the pool has ended this one, and what it had not drained is gone"
+                )
+            return self._take_trace()
+
+    def _take_trace(self) -> dict[str, npt.NDArray[Any]]:
         counts = ffi.new("moepool_trace_counts *")
         check(lib.moepool_pool_trace_fetch(self.pointer, counts))
         lengths = {
@@ -360,6 +376,7 @@ class PoolHandle(Handle):
         return taken
 
     def tables(self, slot_of: Int32s, expert_in: Int32s) -> None:
+        """Both are as long as there are experts; of expert_in only what there are slots is written."""
         check(lib.moepool_pool_tables(self.pointer, _int32s(slot_of), _int32s(expert_in)))
 
 

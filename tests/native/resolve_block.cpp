@@ -135,6 +135,7 @@ void follow(int seed, Totals &totals) {
     Residency law(experts, slots, policy, admit);
     Device device(experts, room, slots, policy, admit);
     for (int i = 0; i < hot; ++i) {
+        if (policy.pinned && below(8) == 0) continue;  // its copy failed: the slot stays its own
         law.place(i, i);
         device.slot_of[i] = i;
         device.expert_in[i] = i;

@@ -50,9 +50,10 @@ class Residency:
     ) -> None:
         self.experts, self.policy, self.admit = experts, policy, admit
         if policy.name == "static" and hot is None:
-            hot = range(slots)
-        self.pinned = len(hot or ()) if policy.name == "pinned" else 0
-        self.expert_in = [*(hot or ())] + [EMPTY] * (slots - len(hot or ()))
+            hot = range(experts)
+        self.hot = [*(hot or ())]
+        self.pinned = len(self.hot) if policy.name == "pinned" else 0
+        self.expert_in = self._fresh(0, slots)
         self.tick = 0
         self.last = [0] * experts
         self.uses = [0] * experts
@@ -100,9 +101,10 @@ class Residency:
         return came
 
     def resize(self, slots: int, leased: Container[int] = ()) -> None:
-        """More slots are empty; of fewer those that would be the last to go stay, and move if they must."""
+        """More slots are empty, or take hot experts in. Of fewer those that would be the last to go stay, and
+        move if they must."""
         if slots >= self.slots:
-            self.expert_in += [EMPTY] * (slots - self.slots)
+            self.expert_in += self._fresh(self.slots, slots)
             return
         order = [s for s in range(self.pinned, self.slots) if s not in leased and self.expert_in[s] != EMPTY]
         if self.policy.name == "static":
@@ -116,6 +118,9 @@ class Residency:
             if expert != EMPTY:
                 self.expert_in[self.expert_in.index(EMPTY)] = expert
         del self.expert_in[slots:]
+
+    def _fresh(self, first: int, end: int) -> list[int]:
+        return [self.hot[slot] if slot < len(self.hot) else EMPTY for slot in range(first, end)]
 
     def _put(self, expert: int, slot: int) -> None:
         self.protected.discard(self.expert_in[slot])
