@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -46,11 +46,11 @@ def shape_of(ctx: click.Context, param: click.Parameter, value: str) -> Shape:
     return Shape(*sizes)
 
 
-def types_option(default: str, choice: Sequence[str] = TYPES) -> Callable[[_F], _F]:
-    convert = list_of(click.Choice(choice))
+def types_option(default: str) -> Callable[[_F], _F]:
+    convert = list_of(click.Choice(TYPES))
     return click.option(
         "--types",
-        callback=lambda ctx, param, value: convert(ctx, param, ",".join(choice) if value == "all" else value),
+        callback=lambda ctx, param, value: convert(ctx, param, ",".join(TYPES) if value == "all" else value),
         default=default,
         show_default=True,
         metavar="TYPE,...",
@@ -240,7 +240,7 @@ def doorbell(threads: int | None, layers: int, seconds: float, path: Path | None
 
 
 @main.command()
-@types_option("q4_k,q6_k,q8_0", tuple(cases.LAYOUTS))
+@types_option("q4_k,q6_k,q8_0")
 @tokens_option("1,8,64", None)
 @click.option(
     "--kernels",

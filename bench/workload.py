@@ -22,8 +22,7 @@ from tests import cases
 F32 = NDArray[np.float32]
 I32 = NDArray[np.int32]
 
-# Those whose blocks are drawn as bytes.
-TYPES = tuple(name for name, layout in cases.LAYOUTS.items() if layout.block > 1)
+TYPES = tuple(cases.LAYOUTS)
 
 
 @dataclass(frozen=True)

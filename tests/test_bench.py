@@ -41,7 +41,7 @@ def test_it_starts_as_a_program_from_anywhere(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["cpu", "--types", "q4_k,q9"], "'q9' is not one of"),
-        (["decode", "--types", "f32"], "'f32' is not one of"),
+        (["decode", "--types", "iq1_s"], "'iq1_s' is not one of"),
         (["cpu", "--kernels", "sse"], "'sse' is not one of"),
         (["cpu", "--tokens", "1,0"], "0 is not in the range"),
         (["cpu", "--tokens", "one"], "'one' is not a valid integer"),
