@@ -185,15 +185,16 @@ const int at_fork = pthread_atfork([] { process_mutex.lock(); }, [] { process_mu
                                    });
 
 // Before a device's runtime takes its memory back. Registered when the first thread starts, so after the runtime's own.
+// A thread that is leaving may still be at work on the last request of a channel in quarantine.
 void stop_at_exit() {
-    std::unique_ptr<Server> server;
+    std::vector<std::unique_ptr<Server>> servers;  // joined without the mutex
     {
         const std::lock_guard<std::mutex> lock(process_mutex);
-        server = std::move(process->server);
+        servers = std::move(process->leaving);
+        process->leaving.clear();
+        if (process->server) servers.push_back(std::move(process->server));
     }
-    if (!server) return;
-    server->stop();
-    server.reset();
+    for (const auto &server : servers) server->stop();
 }
 
 // With the mutex held. The channels of a thread that has ended go to a new one.

@@ -61,6 +61,16 @@ bool lives(const void *memory) {
 }
 const doorbell::Memory memory{allocate, release};
 
+// What a device's runtime does when the process exits, while a worker that nobody stopped would go on.
+void take_back() {
+    {
+        const std::lock_guard<std::mutex> lock(live_mutex);
+        for (void *one : live) std::free(one);
+        live.clear();
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(2 * doorbell::settings().stall_us.load()));
+}
+
 // A row that depends on expert, place and input.
 float value(int32_t expert, int64_t place, uint8_t input, int64_t column) {
     return static_cast<float>(expert * 1000 + place * 100 + input) + static_cast<float>(column) / 32;
@@ -358,6 +368,15 @@ void exit_while_open() {
     std::this_thread::sleep_for(milliseconds(10));
 }
 
+// An exit while the worker is late with the answer to a channel that is closed.
+void exit_while_late() {
+    doorbell::settings().stall_us = 300000;
+    Device device;
+    const int buffer = device.channel->add_buffer(12, 3);
+    device.post(buffer, 1, 2, {3, 4}, 9);
+    CHECK(!device.await(milliseconds(60)));
+}
+
 // Requests of all sizes from four threads, whose channels come and go, some while they are answered late.
 void soak(int requests) {
     constexpr int kThreads = 4;
@@ -397,6 +416,7 @@ const std::map<std::string, void (*)()> cases{
     {"by_host_calls", by_host_calls},
     {"pace", pace},
     {"forks", forks},
+    {"exit_while_late", exit_while_late},
     {"exit_while_open", exit_while_open},
 };
 
@@ -407,6 +427,7 @@ int main(int count, char **arguments) {
         for (const auto &one : cases) std::puts(one.first.c_str());
         return 0;
     }
+    std::atexit(take_back);
     if (count > 2)
         soak(std::atoi(arguments[2]));
     else
