@@ -7,9 +7,12 @@
 
 #include <algorithm>
 #include <condition_variable>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <mutex>
+#include <new>
 #include <set>
 #include <thread>
 #include <utility>
@@ -311,6 +314,13 @@ void Fit::add(double n, double took) {
             static_cast<uint32_t>(std::min(std::max(slope, 1.0), kMost))};
 }
 
+// Does not allocate. Who reads may have seen an earlier one, which stays.
+void Channel::note_failure(const char *why) {
+    if (failed_.load()) return;
+    std::snprintf(why_.data(), why_.size(), "%s", why);
+    failed_.store(true);
+}
+
 void Channel::answer_now(uint32_t epoch) {
     served_ = epoch;
     if (const int64_t stall = settings().stall_us.load(); stall > 0)
@@ -320,11 +330,18 @@ void Channel::answer_now(uint32_t epoch) {
     const Work work{request.tokens, request.k, request.per_row, buffer.experts, buffer.input, buffer.rows};
     const int64_t places = work.tokens * work.k;
     const Clock::time_point begun = Clock::now();
+    const auto failed = [&](const char *why) {
+        std::fill_n(work.rows, places * columns_, num::nan());
+        note_failure(why);
+    };
     try {
         compute_(work);
-    } catch (...) {  // memory ran out
-        std::fill_n(work.rows, places * columns_, num::nan());
-        failed_.store(true);
+    } catch (const std::bad_alloc &) {
+        failed("host memory ran out");
+    } catch (const std::exception &error) {
+        failed(error.what());
+    } catch (...) {
+        failed("an exception of an unknown type");
     }
     const double took = std::chrono::duration<double, std::nano>(Clock::now() - begun).count();
 
@@ -355,7 +372,8 @@ std::string Channel::failure() const {
     if (__atomic_load_n(&trouble_->timed_out, __ATOMIC_ACQUIRE))
         return "a step waited " + std::to_string(settings().timeout_us.load() / 1000) +
                " ms for the CPU, which did not answer; the rows of that step and of later ones are NaN";
-    if (failed_.load()) return "the CPU could not compute the rows of a step, for host memory ran out; they are NaN";
+    if (failed_.load())
+        return std::string("the CPU could not compute the rows of a step, which are NaN: ") + why_.data();
     return {};
 }
 

@@ -139,6 +139,7 @@ class Channel {
     Channel(const Memory &memory, int64_t columns, bool polled, Compute compute);
     bool pending() const { return __atomic_load_n(&request_->epoch, __ATOMIC_ACQUIRE) != served_; }
     void answer_now(uint32_t epoch);
+    void note_failure(const char *why);
     void free();
     static void sweep();
 
@@ -160,6 +161,7 @@ class Channel {
     // Whoever serves sets busy_, then looks at closed_; who closes sets closed_, then looks at busy_: one of the two
     // sees the other.
     std::atomic<bool> busy_{false}, closed_{false}, failed_{false};
+    std::array<char, 256> why_{};  // of the first failure; written before failed_
 };
 
 // Of the process.

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <new>
@@ -250,17 +251,29 @@ void killed() {
     for (uint32_t i = 0; i < 20; ++i) step(beside, buffer, i);
 }
 
-void a_compute_that_throws() {
-    Device device(true, [](const doorbell::Work &) { throw std::bad_alloc(); });
+// Rows are NaN, and of more failures the first one is told.
+void throws(const std::function<void(int)> &failure, const std::string &why) {
+    int number = 0;
+    Device device(true, [&](const doorbell::Work &) { failure(++number); });
     const int buffer = device.channel->add_buffer(4, 1);
-    device.post(buffer, 1, 2, {1, -1}, 0);
-    CHECK(device.await(milliseconds(20000)));
-    for (int64_t i = 0; i < 2 * kColumns; ++i) {
-        uint32_t bits;
-        std::memcpy(&bits, device.channel->buffer(buffer).rows + i, sizeof bits);
-        CHECK(bits == 0x7FFFFFFFu);
+    for (int i = 0; i < 2; ++i) {
+        device.post(buffer, 1, 2, {1, -1}, 0);
+        CHECK(device.await(milliseconds(20000)));
+        for (int64_t c = 0; c < 2 * kColumns; ++c) {
+            uint32_t bits;
+            std::memcpy(&bits, device.channel->buffer(buffer).rows + c, sizeof bits);
+            CHECK(bits == 0x7FFFFFFFu);
+        }
+        device.channel->buffer(buffer).rows[0] = 0;
+        const std::string told = device.channel->failure();
+        CHECK(told.size() > why.size() && told.compare(told.size() - why.size(), why.size(), why) == 0);
     }
-    CHECK(device.channel->failure().find("memory") != std::string::npos);
+}
+void a_compute_that_throws() {
+    throws([](int) { throw std::bad_alloc(); }, ": host memory ran out");
+    throws([](int) { throw 1; }, ": an exception of an unknown type");
+    throws([](int number) { throw std::runtime_error("no. " + std::to_string(number)); }, ": no. 1");
+    throws([](int) { throw std::runtime_error(std::string(1000, 'x')); }, ": " + std::string(255, 'x'));
 }
 
 void refused_memory() {
