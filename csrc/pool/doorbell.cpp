@@ -122,7 +122,7 @@ class Server {
   private:
     void run() {
         prctl(PR_SET_NAME, "moepool-bell");
-        use_every_cpu();
+        use_every_cpu();              // not those of set_threads: it is the caller of what it computes
         prctl(PR_SET_TIMERSLACK, 1);  // ns; the default makes a nap half as long again
         std::vector<std::shared_ptr<Channel>> seen;
         uint64_t version = 0;

@@ -15,7 +15,8 @@
 // answer n, so one request is under way a channel, and a buffer is never written while the other side reads it. After a
 // request that ran out of time the channel is poisoned: the device posts no more, so a late worker may read and write
 // its buffer as long as it likes. Closing the channel then leaves the buffers, and what the work reads, in quarantine:
-// they are freed by a later open or close, once the worker is seen to be done.
+// they are freed by a later open or close, once the worker is seen to be done; a process that exits waits for it.
+// Channels know nothing of one another: each pool, so each layer, runs out of time by itself.
 //
 // One thread a process, the server, looks at the lines of all open channels. It spins while there is work and for
 // kSpin after; then it sleeps kNap between looks, for a device can not wake a thread: the first request after a pause
