@@ -109,9 +109,10 @@ MOEPOOL_API const char *moepool_cpu_selected(void);
  * the library was loaded, or fewer if the system starts no more threads. MOEPOOL_ERROR_ARGUMENT if it starts fewer than
  * were asked for. Calls under way finish on the threads they began with. */
 MOEPOOL_API moepool_status moepool_set_threads(int32_t threads);
-/* The same, and thread i keeps to CPU cpus[i % count]. The caller is thread 0 and is left where it is. threads = 0: as
- * many as there are CPUs in the list. count = 0: the system places threads. The CPUs must be among those that the
- * process might use when the library was loaded. */
+/* The same, and thread i keeps to CPU cpus[i % count]. The caller is thread 0 and is left where it is; so is the thread
+ * that answers devices (moepool_pool_ffn), the caller of what it computes, which runs on any CPU that the process might
+ * use when the library was loaded. threads = 0: as many as there are CPUs in the list. count = 0: the system places
+ * threads. The CPUs must be among those that the process might use when the library was loaded. */
 MOEPOOL_API moepool_status moepool_set_threads_on(int32_t threads, const int32_t *cpus, int32_t count);
 /* A moepool_status, negated, if the default is needed and the environment's makes no sense. */
 MOEPOOL_API int32_t moepool_get_threads(void);
@@ -147,8 +148,8 @@ MOEPOOL_API moepool_status moepool_set_pinned_limit(int64_t bytes);
 /* How steps on a device ask the CPU for what it is to compute (moepool_pool_ffn). Of the process; holds for steps that
  * are launched or captured from then on, host_nodes for pools that have taken no step yet. */
 typedef struct moepool_doorbell_settings {
-    int64_t
-        timeout_us; /* how long a step waits for an answer: 1,000,000. A display's watchdog ends kernels after 2 s */
+    int64_t timeout_us; /* how long a step waits for an answer: 1,000,000. Once a pool: a graph of 48 layers waits 48
+                         * times so long if the CPU answers none. A display's watchdog ends kernels after 2 s */
     int32_t host_nodes; /* 1: a host function of the stream or graph asks, and no kernel waits: slower by some 40 us a
                          * layer. 0: kernels wait. -1: they do where that is safe, which it is not under Windows */
     int32_t period;     /* with miss = auto, steps of a pool from one comparison with the CPU alone to the next: 2048.
@@ -321,6 +322,8 @@ MOEPOOL_API void moepool_pool_config_init(moepool_pool_config *config);
 
 MOEPOOL_API moepool_status moepool_pool_create(const moepool_store *store, const moepool_pool_config *config,
                                                moepool_pool **pool);
+/* Not while a CUDA graph that holds steps of the pool may still be launched, or runs: its kernels use the pool's
+ * memory. Destroy such graphs first. */
 MOEPOOL_API void moepool_pool_destroy(moepool_pool *pool);
 /* Of a pool that takes steps on its device this and moepool_pool_tables wait for the device. If a graph holds its
  * steps, MOEPOOL_ERROR_STATE while one of the device's streams is being captured: a capture on a stream that does not
@@ -470,12 +473,13 @@ MOEPOOL_API moepool_status moepool_ffn(const moepool_route *route, const moepool
  * hold it. That wants records that are all page-locked; any other step is resolved by the host, and is
  * MOEPOOL_ERROR_STATE while `stream` is being captured. Steps of one pool run in the order of their calls, and evict
  * nothing that a route uses which was open when they were called, or when a graph that holds them was launched. Replays
- * of a graph must be ordered with the other uses of its pools by the caller.
+ * of a graph must be ordered with the other uses of its pools by the caller, and the pools must outlive the graph.
  *
  * What miss = host or auto leaves to the CPU, a thread of this process computes on the threads of moepool_set_threads,
  * while the device waits: the process must run for a replay to end. If it does not answer in time
- * (moepool_doorbell_settings), the rows of that step's places and of later ones are NaN, no later step waits, and the
- * next call that uses the pool fails with MOEPOOL_ERROR_STATE, as do all later steps of it. */
+ * (moepool_doorbell_settings), the rows of that step's places and of later ones are NaN, no later step of this pool
+ * waits, other pools wait for themselves, and the next call that uses the pool fails with MOEPOOL_ERROR_STATE, as do
+ * all later steps of it. */
 MOEPOOL_API moepool_status moepool_pool_ffn(moepool_pool *pool, const moepool_ids *ids, moepool_phase phase,
                                             const moepool_rows *x, const void *weights, moepool_dtype weights_dtype,
                                             float *out, void *stream);

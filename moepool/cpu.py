@@ -82,6 +82,8 @@ def set_threads(threads: int | None, *, affinity: Iterable[int] | None = None) -
     affinity : iterable of int, optional
         Numbers of CPUs, as in ``os.sched_getaffinity(0)``. Thread i keeps to the i-th, round and round if
         there are more threads. The first one is the caller's share: the caller itself is left where it is.
+        So is the thread that answers CUDA devices (:func:`set_doorbell`), the caller of what it computes:
+        it runs on any CPU that the process might use when moepool was imported.
         By default the system places the threads, which serves best on a machine that others use as well.
 
     Raises

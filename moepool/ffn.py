@@ -73,8 +73,10 @@ class ExpertFFN:
         On CUDA the device takes a step by itself if its ids are in device memory: nothing is copied to the
         host, which neither waits nor learns of the ids, and a CUDA graph can hold the call and replay it with
         new ids, activations and weights, hits or misses. That goes for decode steps of 1 to 16 tokens and up
-        to 512 places, of a pool with miss="stream" and no open route, whose records are all page-locked. Any
-        other step is resolved with the help of the host, and is a :class:`StateError` in a capture.
+        to 512 places, of a pool whose records are all page-locked, whatever its `miss`. What `miss="host"` or
+        `"auto"` leaves to the CPU a thread of this process computes while the device waits, each pool at most
+        as long as :func:`set_doorbell` says. Experts of open routes keep their slots. Any other step is
+        resolved with the help of the host, and is a :class:`StateError` in a capture.
 
         In a capture the arrays have to be packed. Keep them, and the pool, as long as the graph is replayed;
         give `out` too, unless the library keeps what it allocates in a capture, as PyTorch does. Steps of a
@@ -112,7 +114,8 @@ class ExpertFFN:
             An array is of another dtype, shape, layout or device. The pool is as it was.
         StateError
             The pool or the route is closed, or the stream records a CUDA graph and the step needs the host.
-            The pool is as it was, and the capture goes on.
+            The pool is as it was, and the capture goes on. Or, of an earlier step: the CPU did not answer in
+            time, or could not compute. Its rows are NaN, and the pool computes no more.
         """
         call, step, taken, weighted, target, y = self._take(
             x, ids, weights, out, phase, stream, by_device=True

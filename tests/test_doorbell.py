@@ -26,6 +26,7 @@ CASES = (
     "a_compute_that_throws",
     "by_host_calls",
     "epochs",
+    "exit_while_late",
     "exit_while_open",
     "forks",
     "killed",

@@ -157,7 +157,7 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, 2)
             asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(resolved) : "l"(step.tables.resolved) : "memory");
         fill = step.tables.tiles[place].fill;
         host = step.tables.tiles[place].host;
-        if (fill && group == 0) copy_tail(step.residents, {looked.record, fill, 0, 0, 0});
+        if (fill && group == 0) copy_tail(step.residents, {looked.record, fill, 0, 0, 0, 0});
     };
     // With a CPU to compute it, it may not have to be read at all.
     const bool asks_first = looked.missing && step.bell.state;

@@ -345,7 +345,11 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     const auto slot_address = [&](int s) { return residents.arena + s * residents.record_bytes; };
     const auto tile_of = [&](int e, int begin, int n) {
         const DecodeTile made{slot[e] >= 0 ? slot_address(slot[e]) : residents.records[e],
-                              fill[e] >= 0 ? slot_address(fill[e]) : nullptr, begin, n, host[e]};
+                              fill[e] >= 0 ? slot_address(fill[e]) : nullptr,
+                              begin,
+                              n,
+                              host[e],
+                              0};
         return made;
     };
     for (int e = thread; e < experts; e += threads) {
@@ -362,7 +366,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     for (int p = thread; p < places; p += threads) {
         if (single) {
             tables.order[p] = p;
-            tables.tiles[p] = id[p] >= 0 ? tile_of(id[p], p, 1) : DecodeTile{nullptr, nullptr, p, 0, 0};
+            tables.tiles[p] = id[p] >= 0 ? tile_of(id[p], p, 1) : DecodeTile{nullptr, nullptr, p, 0, 0, 0};
         } else if (id[p] >= 0) {
             int rank = 0;
             for (int other = 0; other < p; ++other) rank += id[other] == id[p];

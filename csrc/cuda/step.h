@@ -19,6 +19,7 @@ struct alignas(16) DecodeTile {
     uint8_t *fill;          // the slot it goes to as well, or NULL
     int32_t first, count;   // of order
     int32_t host;           // the CPU computes it: it is read only to fill the slot
+    int32_t zero;           // 0: a tile is read whole
 };
 
 // An expert that this step brings into a slot. While a single token's kernels look slots up by themselves, the map must

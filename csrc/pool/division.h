@@ -91,6 +91,7 @@ struct Course {
 MOEPOOL_HD inline Course begin_course(int period) { return {kSlots, period, 0, 0, 0, 0}; }
 
 MOEPOOL_HD inline uint32_t mean(uint32_t old, int64_t sample, int part) {
+    if (sample > int64_t{UINT32_MAX}) sample = UINT32_MAX;  // so no mean is larger either
     if (old == 0) return static_cast<uint32_t>(sample);
     if (sample > 4 * int64_t{old}) sample = 4 * int64_t{old};  // somebody else had the device for a moment
     return static_cast<uint32_t>(old + (sample - int64_t{old}) / part);

@@ -6,10 +6,14 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <bitset>
 #include <condition_variable>
+#include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <mutex>
+#include <new>
 #include <set>
 #include <thread>
 #include <utility>
@@ -118,7 +122,7 @@ class Server {
   private:
     void run() {
         prctl(PR_SET_NAME, "moepool-bell");
-        use_every_cpu();
+        use_every_cpu();              // not those of set_threads: it is the caller of what it computes
         prctl(PR_SET_TIMERSLACK, 1);  // ns; the default makes a nap half as long again
         std::vector<std::shared_ptr<Channel>> seen;
         uint64_t version = 0;
@@ -185,15 +189,16 @@ const int at_fork = pthread_atfork([] { process_mutex.lock(); }, [] { process_mu
                                    });
 
 // Before a device's runtime takes its memory back. Registered when the first thread starts, so after the runtime's own.
+// A thread that is leaving may still be at work on the last request of a channel in quarantine.
 void stop_at_exit() {
-    std::unique_ptr<Server> server;
+    std::vector<std::unique_ptr<Server>> servers;  // joined without the mutex
     {
         const std::lock_guard<std::mutex> lock(process_mutex);
-        server = std::move(process->server);
+        servers = std::move(process->leaving);
+        process->leaving.clear();
+        if (process->server) servers.push_back(std::move(process->server));
     }
-    if (!server) return;
-    server->stop();
-    server.reset();
+    for (const auto &server : servers) server->stop();
 }
 
 // With the mutex held. The channels of a thread that has ended go to a new one.
@@ -310,6 +315,13 @@ void Fit::add(double n, double took) {
             static_cast<uint32_t>(std::min(std::max(slope, 1.0), kMost))};
 }
 
+// Does not allocate. Who reads may have seen an earlier one, which stays.
+void Channel::note_failure(const char *why) {
+    if (failed_.load()) return;
+    std::snprintf(why_.data(), why_.size(), "%s", why);
+    failed_.store(true);
+}
+
 void Channel::answer_now(uint32_t epoch) {
     served_ = epoch;
     if (const int64_t stall = settings().stall_us.load(); stall > 0)
@@ -319,24 +331,34 @@ void Channel::answer_now(uint32_t epoch) {
     const Work work{request.tokens, request.k, request.per_row, buffer.experts, buffer.input, buffer.rows};
     const int64_t places = work.tokens * work.k;
     const Clock::time_point begun = Clock::now();
+    const auto failed = [&](const char *why) {
+        std::fill_n(work.rows, places * columns_, num::nan());
+        note_failure(why);
+    };
     try {
         compute_(work);
-    } catch (...) {  // memory ran out
-        std::fill_n(work.rows, places * columns_, num::nan());
-        failed_.store(true);
+    } catch (const std::bad_alloc &) {
+        failed("host memory ran out");
+    } catch (const std::exception &error) {
+        failed(error.what());
+    } catch (...) {
+        failed("an exception of an unknown type");
     }
     const double took = std::chrono::duration<double, std::nano>(Clock::now() - begun).count();
 
     answer_->took_ns = static_cast<uint32_t>(std::min(took, 4e9));
 
-    // How many records, each multiplied with how many rows.
-    int64_t records = 0, rows = 0;
+    // How many records, each multiplied with how many rows. The device waits: one look a place. Of more experts than
+    // kCounted some are taken for one another, which a measure bears.
+    constexpr size_t kCounted = 4096;
+    std::bitset<kCounted> seen;
+    int64_t rows = 0;
     for (int64_t p = 0; p < places; ++p) {
         if (work.experts[p] < 0) continue;
         ++rows;
-        records += std::find(work.experts, work.experts + p, work.experts[p]) == work.experts + p;
+        seen.set(static_cast<size_t>(work.experts[p]) % kCounted);
     }
-    if (records) {
+    if (const auto records = static_cast<int64_t>(seen.count())) {
         const auto load = static_cast<size_t>(load_class((rows + records - 1) / records));
         fits_[load].add(static_cast<double>(records), took);
         answer_->pace[load] = fits_[load].pace;
@@ -354,7 +376,8 @@ std::string Channel::failure() const {
     if (__atomic_load_n(&trouble_->timed_out, __ATOMIC_ACQUIRE))
         return "a step waited " + std::to_string(settings().timeout_us.load() / 1000) +
                " ms for the CPU, which did not answer; the rows of that step and of later ones are NaN";
-    if (failed_.load()) return "the CPU could not compute the rows of a step, for host memory ran out; they are NaN";
+    if (failed_.load())
+        return std::string("the CPU could not compute the rows of a step, which are NaN: ") + why_.data();
     return {};
 }
 

@@ -15,7 +15,8 @@
 // answer n, so one request is under way a channel, and a buffer is never written while the other side reads it. After a
 // request that ran out of time the channel is poisoned: the device posts no more, so a late worker may read and write
 // its buffer as long as it likes. Closing the channel then leaves the buffers, and what the work reads, in quarantine:
-// they are freed by a later open or close, once the worker is seen to be done.
+// they are freed by a later open or close, once the worker is seen to be done; a process that exits waits for it.
+// Channels know nothing of one another: each pool, so each layer, runs out of time by itself.
 //
 // One thread a process, the server, looks at the lines of all open channels. It spins while there is work and for
 // kSpin after; then it sleeps kNap between looks, for a device can not wake a thread: the first request after a pause
@@ -139,6 +140,7 @@ class Channel {
     Channel(const Memory &memory, int64_t columns, bool polled, Compute compute);
     bool pending() const { return __atomic_load_n(&request_->epoch, __ATOMIC_ACQUIRE) != served_; }
     void answer_now(uint32_t epoch);
+    void note_failure(const char *why);
     void free();
     static void sweep();
 
@@ -160,6 +162,7 @@ class Channel {
     // Whoever serves sets busy_, then looks at closed_; who closes sets closed_, then looks at busy_: one of the two
     // sees the other.
     std::atomic<bool> busy_{false}, closed_{false}, failed_{false};
+    std::array<char, 256> why_{};  // of the first failure; written before failed_
 };
 
 // Of the process.

@@ -115,11 +115,26 @@ void never_slower() {
     CHECK(run(1000, 9000, 0, 10000, -64).alone > 500);
 }
 
+// A step that took seconds stays a slow one.
+void means() {
+    constexpr int64_t kLargest = UINT32_MAX;
+    CHECK(mean(0, kLargest + 6, 32) == kLargest);
+    CHECK(mean(0, 1000, 32) == 1000);
+    CHECK(mean(1000, 2000, 4) == 1250);
+    CHECK(mean(1000, 1000000, 4) == 1750);
+    for (int i = 0; i < 10000; ++i) {
+        const int64_t old = 1 + below(kLargest), sample = 1 + below(int64_t{1} << 40), part = i % 2 ? 4 : 32;
+        const int64_t made = mean(static_cast<uint32_t>(old), sample, static_cast<int>(part));
+        CHECK(made >= std::min(old, sample) && made <= std::max(old, std::min(sample, kLargest)));
+    }
+}
+
 }  // namespace
 
 int main() {
     best_of_all();
     corrections_settle();
     never_slower();
+    means();
     std::puts("ok");
 }

@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <new>
@@ -60,6 +61,16 @@ bool lives(const void *memory) {
     return live.count(const_cast<void *>(memory)) == 1;
 }
 const doorbell::Memory memory{allocate, release};
+
+// What a device's runtime does when the process exits, while a worker that nobody stopped would go on.
+void take_back() {
+    {
+        const std::lock_guard<std::mutex> lock(live_mutex);
+        for (void *one : live) std::free(one);
+        live.clear();
+    }
+    std::this_thread::sleep_for(std::chrono::microseconds(2 * doorbell::settings().stall_us.load()));
+}
 
 // A row that depends on expert, place and input.
 float value(int32_t expert, int64_t place, uint8_t input, int64_t column) {
@@ -240,17 +251,29 @@ void killed() {
     for (uint32_t i = 0; i < 20; ++i) step(beside, buffer, i);
 }
 
-void a_compute_that_throws() {
-    Device device(true, [](const doorbell::Work &) { throw std::bad_alloc(); });
+// Rows are NaN, and of more failures the first one is told.
+void throws(const std::function<void(int)> &failure, const std::string &why) {
+    int number = 0;
+    Device device(true, [&](const doorbell::Work &) { failure(++number); });
     const int buffer = device.channel->add_buffer(4, 1);
-    device.post(buffer, 1, 2, {1, -1}, 0);
-    CHECK(device.await(milliseconds(20000)));
-    for (int64_t i = 0; i < 2 * kColumns; ++i) {
-        uint32_t bits;
-        std::memcpy(&bits, device.channel->buffer(buffer).rows + i, sizeof bits);
-        CHECK(bits == 0x7FFFFFFFu);
+    for (int i = 0; i < 2; ++i) {
+        device.post(buffer, 1, 2, {1, -1}, 0);
+        CHECK(device.await(milliseconds(20000)));
+        for (int64_t c = 0; c < 2 * kColumns; ++c) {
+            uint32_t bits;
+            std::memcpy(&bits, device.channel->buffer(buffer).rows + c, sizeof bits);
+            CHECK(bits == 0x7FFFFFFFu);
+        }
+        device.channel->buffer(buffer).rows[0] = 0;
+        const std::string told = device.channel->failure();
+        CHECK(told.size() > why.size() && told.compare(told.size() - why.size(), why.size(), why) == 0);
     }
-    CHECK(device.channel->failure().find("memory") != std::string::npos);
+}
+void a_compute_that_throws() {
+    throws([](int) { throw std::bad_alloc(); }, ": host memory ran out");
+    throws([](int) { throw 1; }, ": an exception of an unknown type");
+    throws([](int number) { throw std::runtime_error("no. " + std::to_string(number)); }, ": no. 1");
+    throws([](int) { throw std::runtime_error(std::string(1000, 'x')); }, ": " + std::string(255, 'x'));
 }
 
 void refused_memory() {
@@ -358,6 +381,15 @@ void exit_while_open() {
     std::this_thread::sleep_for(milliseconds(10));
 }
 
+// An exit while the worker is late with the answer to a channel that is closed.
+void exit_while_late() {
+    doorbell::settings().stall_us = 300000;
+    Device device;
+    const int buffer = device.channel->add_buffer(12, 3);
+    device.post(buffer, 1, 2, {3, 4}, 9);
+    CHECK(!device.await(milliseconds(60)));
+}
+
 // Requests of all sizes from four threads, whose channels come and go, some while they are answered late.
 void soak(int requests) {
     constexpr int kThreads = 4;
@@ -397,6 +429,7 @@ const std::map<std::string, void (*)()> cases{
     {"by_host_calls", by_host_calls},
     {"pace", pace},
     {"forks", forks},
+    {"exit_while_late", exit_while_late},
     {"exit_while_open", exit_while_open},
 };
 
@@ -407,6 +440,7 @@ int main(int count, char **arguments) {
         for (const auto &one : cases) std::puts(one.first.c_str());
         return 0;
     }
+    std::atexit(take_back);
     if (count > 2)
         soak(std::atoi(arguments[2]));
     else

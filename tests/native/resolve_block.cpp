@@ -57,6 +57,7 @@ struct Device {
           tiles(kMostDecodePlaces),
           commits(kMostDecodePlaces),
           ring(kTraceWords) {
+        std::memset(static_cast<void *>(tiles.data()), 0xA5, tiles.size() * sizeof(DecodeTile));
         for (int e = 0; e < experts; ++e) records.push_back(store.data() + e * kRecord);
         state.slots = slots;
         state.trace = ring.data();
@@ -241,6 +242,7 @@ void follow(int seed, Totals &totals) {
         std::vector<int> seen(ids.size(), 0);
         for (int i = 0; i < device.tile_count; ++i) {
             const DecodeTile &tile = device.tiles[i];
+            check(tile.zero == 0, what + "a tile of which a part is not written");
             for (int j = tile.first; j < tile.first + tile.count; ++j) {
                 const int place = device.order[j];
                 ++seen[place];
