@@ -15,7 +15,7 @@ from moepool.cpu import get_threads
 from moepool.errors import ArgumentError, FormatError
 from moepool.policy import Policy
 from moepool.pool import Phase, Pool, Route
-from moepool.trace import Trace
+from moepool.trace import Trace, must_fit
 
 __all__ = ["POLICIES", "Chooser", "ChosenPool", "Simulation", "SimulationRun", "parse_policy", "simulate"]
 
@@ -504,12 +504,12 @@ def _progress(bar: Any) -> Callable[[int], None] | None:
 def _fitting(profile: Trace, trace: Trace) -> Trace:
     """A profile as a trace of the model of another trace."""
     try:
-        return profile.of(trace.model)
+        must_fit("the profile", profile.model, trace.model)
     except FormatError as error:
         raise ArgumentError(
-            f"the profile does not fit: {error}. If the files do not tell their model, load both traces as "
-            "of one"
+            f"{error}. If the files do not tell it, name the model when they are read (--model)"
         ) from None
+    return profile.of(trace.model)
 
 
 def _per_layer(name: str, value: Any, layers: int, most: int = INT32) -> tuple[int, ...]:

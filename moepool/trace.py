@@ -233,7 +233,7 @@ class Trace:
         if found is None:
             found = _model_in(file, rows, reading.skipped)
         elif model is not None:
-            _must_fit(f"trace {file}", found, model)
+            must_fit(f"trace {file}", found, model)
         trace = cls._of(found if model is None else model, rows)
         trace.skipped = reading.skipped
         if reading.skipped:
@@ -378,7 +378,7 @@ class Trace:
         FormatError
             It is of another model.
         """
-        _must_fit("the trace", self.model, model)
+        must_fit("the trace", self.model, model)
         return Trace._of(model, self._rows)
 
     # -------------------------------------------------------------------------------------------------- facts
@@ -513,7 +513,7 @@ def _counted(skipped: Counter[str]) -> str:
     return ", ".join(f"{count} x {reason}" for reason, count in skipped.items())
 
 
-def _must_fit(what: str, found: TraceModel, model: TraceModel) -> None:
+def must_fit(what: str, found: TraceModel, model: TraceModel) -> None:
     """Refuses a trace of another model."""
     if found.k != model.k or found.experts > model.experts or found.layers > model.layers:
         differ = True

@@ -307,7 +307,9 @@ def test_a_profile_of_another_model_is_refused() -> None:
     ):
         other = Trace(model, at, 0 * at, at, at >= 0, np.full((2, model.k), model.experts - 1))
         for name in ("static-profile", "pinned", "lru"):
-            with pytest.raises(moepool.ArgumentError, match="the profile does not fit: .* another model"):
+            with pytest.raises(
+                moepool.ArgumentError, match=r"the profile is of another model: .*\(--model\)"
+            ):
                 simulate(trace, 4, [name], profile=other)
     fewer = local_trace(20, TraceModel(EXPERTS - 4, K, 1))
     assert simulate(trace, 4, ["static-profile"], profile=fewer).runs[0].hits > 0
