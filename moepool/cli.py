@@ -143,12 +143,13 @@ def _overridden() -> bool:
 
 
 def _hottest(path: Path, slots: int, model: Path, config: Config) -> list[list[int]]:
-    """The most wanted experts of each layer, by a profile or a trace."""
+    """The experts that decode steps want most in each layer, by a profile or a trace, as `simulate` has it."""
     with path.open("rb") as file:
         is_profile = file.readline().strip() == PROFILE_HEADER.encode()
     if is_profile:
         return RoutingProfile.load(path, config.layers, config.experts).hottest(slots)
-    return Trace.load(path, trace_model(model)).hottest(slots)
+    trace = Trace.load(path, trace_model(model))
+    return trace.hottest(slots, "decode" if trace.decode.any() else None)
 
 
 def _run_facts(model: Path, placement: Placement, dense: Dense) -> dict[str, Any]:

@@ -473,6 +473,22 @@ def test_simulate_takes_the_slots_of_a_plan(files: Path) -> None:
     assert "give no --slots" in run(*options, "--slots", "3", code=1).stderr
 
 
+@pytest.mark.parametrize("kind", ["trace", "profile"])
+def test_what_stays_is_what_decode_steps_want(tmp_path: Path, kind: str) -> None:
+    """A prompt that wants other experts has no say: `generate --hot` hits as often as `simulate` says."""
+    text = ("generate", "tiny-moe", "-p", "Once upon a time there was a king who had a daughter. " * 4)
+    first, second = tmp_path / "a.moetrace", tmp_path / "b.moetrace"
+    run(*text, "-n", "12", "--trace", first, "--profile", tmp_path / "profile", "--ignore-eos")
+    hot = first if kind == "trace" else tmp_path / "profile"
+    placed = ("--policy", "static", "--slots", "12", "--hot", hot)
+    result = run(*text, "-n", "12", "--trace", second, *placed, "--ignore-eos", "--json", "-")
+    trace = Trace.load(second)
+    found = simulate(trace, 12, ["static"]).runs[0]
+    assert (trace.counts("prompt").argsort(axis=1) != trace.counts("decode").argsort(axis=1)).any()
+    stats = json.loads(result.stdout)["stats"]
+    assert (stats["hits"], stats["misses"]) == (found.hits, found.misses)
+
+
 def test_arguments_go_before_the_environment(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert slots_of() == 0
     monkeypatch.setenv("MOEPOOL_SLOTS", "5")
