@@ -17,10 +17,9 @@ import numpy as np
 from moepool.checks import count
 from moepool.errors import ArgumentError, FormatError, StateError
 from moepool.memory import Memory, memory
-from moepool.policy import Policy
 from moepool.pool import Miss, Pool
 from moepool.rates import Rates
-from moepool.simulate import Simulation, SimulationRun, hot_lists, policy_from, simulate
+from moepool.simulate import Simulation, SimulationRun, hot_lists, pool_policy, simulate
 from moepool.store import Layer
 from moepool.trace import Trace, TraceModel
 
@@ -232,11 +231,6 @@ class Plan:
         )
         layers = tuple(replace(layer, slots=n) for layer, n in zip(self.layers, slots, strict=True))
         return replace(self, layers=layers, budget_bytes=budget_bytes)
-
-
-def pool_policy(name: str) -> Policy:
-    """The policy of pools that a simulated one stands for."""
-    return policy_from("static" if name.startswith("static-") else name)
 
 
 def auto_budget(device: str, reserve: int | None = None) -> tuple[int, int, Memory]:

@@ -25,6 +25,9 @@ POLICIES = ("belady", "static", "static-prompt", "lru", "lfu", "lfru", "slru", "
 """What :func:`simulate` knows by name: the policies of pools, three ways to choose what stays, and the
 bound."""
 
+_STATIC_BY = ("static-prompt", "static-profile")
+"""Simulated ways to choose what "static" keeps in pools."""
+
 _COUNTS = (
     "steps",
     "bypasses",
@@ -518,6 +521,18 @@ def policy_from(text: str) -> Policy:
         raise ArgumentError(f"policy {text!r} has an option that no policy knows") from None
 
 
+def pool_policy(text: str) -> Policy:
+    """The policy of pools that a simulated one stands for.
+
+    Examples
+    --------
+    >>> pool_policy("static-prompt")
+    Policy('static')
+    """
+    name = parse_policy(text)[0]
+    return policy_from(text.replace(name, "static", 1) if name in _STATIC_BY else text)
+
+
 def _candidate(value: str | Policy | Chooser, trace: Trace, profile: Trace | None) -> Candidate:
     if isinstance(value, Chooser):
         return Candidate(type(value).__name__, None, value, True)
@@ -538,9 +553,8 @@ def _candidate(value: str | Policy | Chooser, trace: Trace, profile: Trace | Non
         raise ArgumentError("static-prompt needs a trace with rows of prompts")
     if name == "static-profile" and profile is None:
         raise ArgumentError("static-profile needs the trace of another run as profile")
-    known = name.startswith("static-")
-    policy = policy_from(value.replace(name, "static", 1) if known else value)
-    attainable = known or name not in ("static", "pinned") or (name == "pinned" and profile is not None)
+    policy = pool_policy(value)
+    attainable = name in _STATIC_BY or name not in ("static", "pinned") or (name == "pinned" and profile is not None)
     return Candidate(value, policy, None, attainable)
 
 

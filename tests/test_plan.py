@@ -151,6 +151,8 @@ def test_arguments_are_checked(records: list[int]) -> None:
         make_plan(trace, 1, records, policy="belady")
     with pytest.raises(moepool.ArgumentError, match="policy is 'mru'"):
         make_plan(trace, 1, records, policy="mru")
+    with pytest.raises(moepool.ArgumentError, match="policy is 'static-promt'"):
+        make_plan(trace, 1, records, policy="static-promt")
     with pytest.raises(moepool.ArgumentError, match="budget_bytes is -1"):
         make_plan(trace, -1, records)
     with pytest.raises(moepool.ArgumentError, match="no rows of decode steps"):
@@ -194,10 +196,11 @@ def test_a_file_gives_back_the_plan(tmp_path: Path, records: list[int]) -> None:
         {"layers": [{}]},
         {"speed": 1},
         {"policy": "mru"},
+        {"policy": "static-promt"},
         {"model": None},
     ):
         (tmp_path / "bad.json").write_text(json.dumps(values | change))
-        with pytest.raises((moepool.FormatError, moepool.ArgumentError), match="mru|bad.json"):
+        with pytest.raises((moepool.FormatError, moepool.ArgumentError), match="static-promt|mru|bad.json"):
             Plan.load(tmp_path / "bad.json")
     (tmp_path / "bad.json").write_text("[")
     with pytest.raises(moepool.FormatError, match="bad.json"):

@@ -331,6 +331,7 @@ def test_hot_lists_come_from_where_they_say() -> None:
     ("arguments", "match"),
     [
         ({"policies": ["mru"]}, "policy is 'mru'"),
+        ({"policies": ["static-promt"]}, "policy is 'static-promt'"),
         ({"policies": ["lru:speed=3"]}, "an option that no policy knows"),
         ({"policies": ["lru:half_life=x"]}, "not name=integer"),
         ({"policies": ["slru:period=3"]}, "no option of policy"),
