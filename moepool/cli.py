@@ -143,7 +143,7 @@ def _overridden() -> bool:
 
 
 def _hottest(path: Path, slots: int, model: Path, config: Config) -> list[list[int]]:
-    """The experts that decode steps want most in each layer, by a profile or a trace, as `simulate` has it."""
+    """The experts that decode steps want most in each layer, by a profile or a trace."""
     with path.open("rb") as file:
         is_profile = file.readline().strip() == PROFILE_HEADER.encode()
     if is_profile:

@@ -3,29 +3,32 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
 from moepool.checks import count
 from moepool.errors import ArgumentError, FormatError, StateError
 from moepool.memory import Memory, memory
+from moepool.policy import Policy
 from moepool.pool import Miss, Pool
 from moepool.rates import Rates
-from moepool.simulate import Simulation, SimulationRun, hot_lists, pool_policy, simulate
+from moepool.simulate import Simulation, SimulationRun, hot_lists, per_layer, pool_policy, simulate
 from moepool.store import Layer
 from moepool.trace import Trace, TraceModel
 
 __all__ = ["LayerPlan", "Plan", "Watermark", "auto_budget", "make_plan"]
 
 _VERSION = 1
+_INT64 = 2**63 - 1
 _SIZES = 16
 """Numbers of slots, besides none, at which a policy's hits are counted."""
 
@@ -61,6 +64,31 @@ class LayerPlan:
     hit_rate: float
     hot: tuple[int, ...] = ()
     gains: tuple[tuple[int, float], ...] = ()
+
+    def __post_init__(self) -> None:
+        count("layer", self.layer)
+        where = f" of layer {self.layer}"
+        count("experts" + where, self.experts, 1)
+        count("slots" + where, self.slots, 0, self.experts)
+        count("record_bytes" + where, self.record_bytes, 1, _INT64)
+        _share("hit_rate" + where, self.hit_rate)
+        for expert in self.hot:
+            count("a hot expert" + where, expert, 0, self.experts - 1)
+        if len(set(self.hot)) != len(self.hot) or len(self.hot) > self.slots:
+            raise ArgumentError(
+                f"hot{where} is {list(self.hot)}: not distinct, or more than {self.slots} slots"
+            )
+        numbers = [count("slots in gains" + where, n, 0, self.experts) for n, _ in self.gains]
+        hits = [_real("hits in gains" + where, h) for _, h in self.gains]
+        if numbers and (numbers[0] != 0 or sorted(set(numbers)) != numbers or sorted(hits) != hits):
+            raise ArgumentError(f"gains{where} do not rise from 0 slots on")
+
+    def at(self, slots: int, policy: Policy) -> LayerPlan:
+        """The same with fewer slots, and with as many hot experts as these hold."""
+        kept = self.hot
+        if len(kept) > slots:
+            kept = kept[: slots // 2 if policy.name == "pinned" else slots]
+        return replace(self, slots=slots, hot=kept)
 
 
 @dataclass(frozen=True)
@@ -114,6 +142,27 @@ class Plan:
     notes: tuple[str, ...] = ()
     reserve_bytes: int | None = None
 
+    def __post_init__(self) -> None:
+        for name in ("experts", "k", "layers"):
+            count(f"{name} of the model", getattr(self.model, name), 1)
+        if not isinstance(self.policy, str):
+            raise ArgumentError(f"policy is {self.policy!r}; it must be a string")
+        pool_policy(self.policy)
+        if self.miss not in get_args(Miss):
+            raise ArgumentError(f"miss is {self.miss!r}; it must be {' or '.join(map(repr, get_args(Miss)))}")
+        numbers = [layer.layer for layer in self.layers]
+        if not numbers or len(set(numbers)) != len(numbers):
+            raise ArgumentError(f"layers are {numbers}: none, or one of them twice")
+        count("budget_bytes", self.budget_bytes, 0, _INT64)
+        count("tokens", self.tokens, 0, _INT64)
+        _share("hit_rate", self.hit_rate)
+        if self.seconds is not None:
+            _real("seconds", self.seconds)
+        if not all(isinstance(note, str) for note in self.notes):
+            raise ArgumentError(f"notes are {list(self.notes)}; they must be strings")
+        if self.reserve_bytes is not None:
+            count("reserve_bytes", self.reserve_bytes, 0, _INT64)
+
     @property
     def slot_bytes(self) -> int:
         """What all slots take."""
@@ -159,17 +208,19 @@ class Plan:
                 f"block {layer.block} has {layer.experts} experts of {layer.record_bytes} bytes, the plan "
                 f"{planned.experts} of {planned.record_bytes}: it is of another model or quantisation"
             )
+        policy = pool_policy(self.policy)
+        slots = count("slots", options.get("slots", planned.slots))
         settings: dict[str, Any] = {
-            "slots": planned.slots,
-            "policy": pool_policy(self.policy),
+            "slots": slots,
+            "policy": policy,
             "miss": self.miss,
             # A budget of its own: what is planned is not cut to half of what is free.
-            "budget_bytes": max(planned.slots * planned.record_bytes, 1),
+            "budget_bytes": max(slots * planned.record_bytes, 1),
         }
         if self.reserve_bytes is not None:
             settings["max_slots"] = planned.slots
-        if pool_policy(self.policy).name in ("static", "pinned"):
-            settings["hot"] = planned.hot
+        if policy.name in ("static", "pinned"):
+            settings["hot"] = planned.at(min(slots, planned.slots), policy).hot
         return Pool(layer, device=device, **(settings | options))
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -196,21 +247,14 @@ class Plan:
             It cannot be read.
         """
         try:
-            values = json.loads(Path(path).read_text(encoding="utf-8"))
-            if values.pop("moepool_plan", None) != _VERSION:
-                raise ValueError(f"not a plan of version {_VERSION}")
-            values["model"] = TraceModel(**values["model"])
-            values["layers"] = tuple(
-                LayerPlan(
-                    **layer | {"hot": tuple(layer["hot"]), "gains": tuple((n, h) for n, h in layer["gains"])}
-                )
-                for layer in values["layers"]
-            )
-            plan = cls(**values | {"notes": tuple(values["notes"])})
-            pool_policy(plan.policy)
+            text = Path(path).read_text(encoding="utf-8")
         except OSError as error:
             raise ArgumentError(f"plan {path}: {error.strerror}") from None
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except UnicodeDecodeError:
+            text = ""
+        try:
+            plan = cls(**_parsed(text))
+        except ArgumentError as error:
             raise FormatError(f"plan {path}: {error}") from None
         known = plan.model.fingerprint
         if model is not None and (known or plan.model.k != model.k) and known != model.fingerprint:
@@ -221,15 +265,18 @@ class Plan:
 
     def within(self, budget_bytes: int) -> Plan:
         """The same within a smaller budget: slots are taken where they bring least, and no layer gets more
-        than it has. Expectations stay those of the whole plan."""
+        than it has, or fewer than are of use. Of the hot experts those stay that are wanted most.
+        Expectations stay those of the whole plan."""
         if budget_bytes >= self.slot_bytes:
             return replace(self, budget_bytes=budget_bytes)
         slots = give_out(
-            [_up_to(layer.gains, layer.slots) for layer in self.layers],
+            [_up_to(layer) for layer in self.layers],
             [layer.record_bytes for layer in self.layers],
             budget_bytes,
+            _least(self.policy, self.model),
         )
-        layers = tuple(replace(layer, slots=n) for layer, n in zip(self.layers, slots, strict=True))
+        policy = pool_policy(self.policy)
+        layers = tuple(layer.at(n, policy) for layer, n in zip(self.layers, slots, strict=True))
         return replace(self, layers=layers, budget_bytes=budget_bytes)
 
 
@@ -266,8 +313,9 @@ def auto_budget(device: str, reserve: int | None = None) -> tuple[int, int, Memo
 def make_plan(
     trace: Trace,
     budget_bytes: int,
-    record_bytes: Sequence[int],
+    record_bytes: int | Sequence[int],
     *,
+    experts: int | Sequence[int] | None = None,
     policy: str = "auto",
     rates: Rates | None = None,
     threads: int | None = None,
@@ -281,8 +329,11 @@ def make_plan(
         With rows of decode steps.
     budget_bytes : int
         What all slots may take.
-    record_bytes : sequence of int
-        Of one expert, for each layer of the trace.
+    record_bytes : int or sequence of int
+        Of one expert, for every layer of the trace or for each.
+    experts : int or sequence of int, optional
+        Of every layer or of each; by default as many as the trace's model says, which are those of its
+        widest layer.
     policy : str
         As :func:`simulate` takes it, or "auto": of :data:`CANDIDATES` the one that takes the least time by
         `rates`, or has the most hits.
@@ -302,7 +353,7 @@ def make_plan(
     ArgumentError
         The trace has no decode steps, or the policy cannot be run by a pool.
     """
-    count("budget_bytes", budget_bytes, 0, 2**63 - 1)
+    count("budget_bytes", budget_bytes, 0, _INT64)
     if not trace.decode.any():
         raise ArgumentError("the trace has no rows of decode steps: there is nothing to plan by")
     names = list(CANDIDATES) if policy == "auto" else [policy]
@@ -310,24 +361,28 @@ def make_plan(
         if name == "belady":
             raise ArgumentError("belady knows the future, which no pool does: choose another policy")
         pool_policy(name)
-    experts = trace.model.experts
-    sizes = sorted({0, *(-(-experts * i // _SIZES) for i in range(1, _SIZES + 1))})
-    swept = simulate(trace, sizes, names, record_bytes=record_bytes, threads=threads, progress=progress)
+    layers = len(np.unique(trace.layer))
+    records = per_layer("record_bytes", record_bytes, layers, 1, _INT64)
+    widest = trace.model.experts
+    each = per_layer("experts", widest if experts is None else experts, layers, 1, widest)
+    sizes = sorted({0, *each, *(-(-widest * i // _SIZES) for i in range(1, _SIZES + 1))})
+    swept = simulate(trace, sizes, names, record_bytes=records, threads=threads, progress=progress)
     plans = []
     for name in names:
-        gains = _gains(swept, name)
+        gains = _gains(swept, name, each)
+        equal = budget_bytes // sum(records)
         # The curves are only bounds between their corners: as many slots for all may be the better plan.
         ways = {
-            give_out(gains, record_bytes, budget_bytes),
-            (min(budget_bytes // sum(record_bytes), experts),) * len(record_bytes),
+            give_out(gains, records, budget_bytes, _least(name, trace.model)),
+            tuple(min(equal, n) for n in each),
         }
-        exact = simulate(trace, sorted(ways), [name], record_bytes=record_bytes, threads=threads)
-        plans += [_plan(trace, exact, run, gains, budget_bytes, rates) for run in exact.runs]
+        exact = simulate(trace, sorted(ways), [name], record_bytes=records, threads=threads)
+        plans += [_plan(trace, exact, run, gains, each, budget_bytes, rates) for run in exact.runs]
     best = min(plans, key=lambda plan: (plan.seconds or 0.0, -plan.hit_rate))
     return replace(best, notes=_notes(best))
 
 
-def _gains(swept: Simulation, policy: str) -> list[tuple[tuple[int, float], ...]]:
+def _gains(swept: Simulation, policy: str, experts: Sequence[int]) -> list[tuple[tuple[int, float], ...]]:
     """For each layer hits a token by slots: the corners of the least concave curve above what was counted.
 
     A policy may bring nothing until it has as many slots as a token has places; on this curve every slot up
@@ -340,6 +395,7 @@ def _gains(swept: Simulation, policy: str) -> list[tuple[tuple[int, float], ...]
         points = [
             (n, float(run.by_layer["hits"][i]) / max(run.tokens, 1))
             for n, run in zip(sizes, runs, strict=True)
+            if n <= experts[i]
         ]
         corners: list[tuple[int, float]] = []
         for n, hits in points:
@@ -353,18 +409,30 @@ def _gains(swept: Simulation, policy: str) -> list[tuple[tuple[int, float], ...]
     return out
 
 
-def _up_to(gains: Sequence[tuple[int, float]], slots: int) -> list[tuple[int, float]]:
-    """The part of a curve that ends at so many slots."""
+def _up_to(layer: LayerPlan) -> list[tuple[int, float]]:
+    """The part of a layer's curve that ends at its slots."""
+    slots = layer.slots
+    gains = layer.gains or ((0, 0.0), (slots, layer.hit_rate))
     numbers, hits = zip(*gains, strict=True)
     return [(n, h) for n, h in gains if n < slots] + [(slots, float(np.interp(slots, numbers, hits)))]
 
 
+def _least(policy: str, model: TraceModel) -> int:
+    """The fewest slots that are of use: with fewer than a token has places every step bypasses, and only what
+    stays anyway brings hits."""
+    return 0 if pool_policy(policy).name in ("static", "pinned") else model.k
+
+
 def give_out(
-    gains: Sequence[Sequence[tuple[int, float]]], record_bytes: Sequence[int], budget_bytes: int
+    gains: Sequence[Sequence[tuple[int, float]]],
+    record_bytes: Sequence[int],
+    budget_bytes: int,
+    least: int = 0,
 ) -> tuple[int, ...]:
     """Slots of each layer: the budget goes, piece by piece, where a byte saves most bytes of misses.
 
-    A hit saves its record and a slot takes one, so layers of different records compete by hits a slot.
+    A hit saves its record and a slot takes one, so layers of different records compete by hits a slot. A
+    layer that would get some slots, but fewer than `least`, gets none, and the others share them.
 
     Examples
     --------
@@ -381,7 +449,61 @@ def give_out(
         taken = min(size, left // record_bytes[layer])
         slots[layer] += taken
         left -= taken * record_bytes[layer]
+    if few := [layer for layer, n in enumerate(slots) if 0 < n < least]:
+        worst = min(few, key=lambda layer: (gains[layer][1][1] - gains[layer][0][1]) / gains[layer][1][0])
+        rest = [() if layer == worst else corners for layer, corners in enumerate(gains)]
+        return give_out(rest, record_bytes, budget_bytes, least)
     return tuple(slots)
+
+
+def _parsed(text: str) -> dict[str, Any]:
+    """The arguments of a :class:`Plan`, from its file."""
+    try:
+        values = json.loads(text)
+    except (ValueError, RecursionError):
+        raise ArgumentError("this is no file that `moepool plan -o` wrote") from None
+    if not isinstance(values, dict) or values.pop("moepool_plan", None) != _VERSION:
+        raise ArgumentError(f"this is no plan of version {_VERSION}")
+    _named_as(Plan, "the plan", values)
+    _named_as(TraceModel, "the model", values["model"])
+    layers = []
+    for i, layer in enumerate(_list("layers", values["layers"])):
+        _named_as(LayerPlan, f"entry {i} of layers", layer)
+        gains = [tuple(_list("a gain", gain, 2)) for gain in _list("gains", layer["gains"])]
+        layers.append(LayerPlan(**layer | {"hot": tuple(_list("hot", layer["hot"])), "gains": tuple(gains)}))
+    return values | {
+        "model": TraceModel(**values["model"]),
+        "layers": tuple(layers),
+        "notes": tuple(_list("notes", values["notes"])),
+    }
+
+
+def _named_as(kind: type[Plan | LayerPlan | TraceModel], what: str, values: Any) -> None:
+    """An object with the fields of a class, all of them and no others."""
+    names = {field.name for field in fields(kind)}
+    if not isinstance(values, dict):
+        raise ArgumentError(f"{what} is {values!r}; it must be an object")
+    if wrong := sorted(names.symmetric_difference(values)):
+        raise ArgumentError(f"{what} has {'no' if wrong[0] in names else 'an unknown'} {wrong[0]!r}")
+
+
+def _list(name: str, value: Any, length: int | None = None) -> list[Any]:
+    if not isinstance(value, list) or length not in (None, len(value)):
+        raise ArgumentError(f"{name} is {value!r}; it must be a list" + (f" of {length}" if length else ""))
+    return value
+
+
+def _real(name: str, value: Any) -> float:
+    """A number that is finite and not negative."""
+    if not isinstance(value, int | float) or isinstance(value, bool) or not 0 <= value < float("inf"):
+        raise ArgumentError(f"{name} is {value!r}; it must be a number from 0 on")
+    return float(value)
+
+
+def _share(name: str, value: Any) -> None:
+    """From 0 to 1; not a number where there was nothing to share."""
+    if not (isinstance(value, float) and math.isnan(value)) and _real(name, value) > 1:
+        raise ArgumentError(f"{name} is {value}; it must be from 0 to 1")
 
 
 def _plan(
@@ -389,6 +511,7 @@ def _plan(
     exact: Simulation,
     run: SimulationRun,
     gains: list[tuple[tuple[int, float], ...]],
+    experts: Sequence[int],
     budget_bytes: int,
     rates: Rates | None,
 ) -> Plan:
@@ -397,7 +520,7 @@ def _plan(
     layers = tuple(
         LayerPlan(
             layer=layer,
-            experts=exact.experts,
+            experts=experts[i],
             slots=run.slots[i],
             record_bytes=record,
             hit_rate=float(run.by_layer["hits"][i] / max(wanted[i], 1)),

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from moepool import _sim
-from moepool.checks import count, integer
+from moepool.checks import INT32, count, integer
 from moepool.cpu import get_threads
 from moepool.errors import ArgumentError
 from moepool.policy import Policy
@@ -337,7 +337,7 @@ class Simulation:
         ArgumentError
             It was not simulated.
         """
-        wanted = _per_layer(slots, len(self.layers))
+        wanted = per_layer("slots", slots, len(self.layers))
         for run in self.runs:
             if run.policy == policy and run.slots == wanted:
                 return run
@@ -428,8 +428,10 @@ def simulate(
         raise ArgumentError("the trace has no rows: there is nothing to simulate")
     experts = trace.model.experts
     budgets = [slots] if isinstance(slots, int) else list(slots)
-    each = [_capped(_per_layer(n, len(layers)), experts) for n in budgets]
-    sizes = None if record_bytes is None else _per_layer(record_bytes, len(layers))
+    each = [_capped(per_layer("slots", n, len(layers)), experts) for n in budgets]
+    sizes = (
+        None if record_bytes is None else per_layer("record_bytes", record_bytes, len(layers), 1, 2**63 - 1)
+    )
     candidates = [_candidate(policy, trace, profile) for policy in policies]
     replay = _sim.Replay(trace.step, trace.layer, trace.decode, trace.ids, layers, experts)
     options = [
@@ -468,15 +470,15 @@ def _progress(bar: Any) -> Callable[[int], None] | None:
     return lambda done: bar.update(done - bar.n)
 
 
-def _per_layer(value: Any, layers: int) -> tuple[int, ...]:
-    """A number for each layer."""
-    if isinstance(value, Sequence | np.ndarray):
-        numbers = tuple(integer("slots", n) for n in value)
+def per_layer(name: str, value: Any, layers: int, low: int = 0, high: int = INT32) -> tuple[int, ...]:
+    """A number for each layer, from `low` to `high`."""
+    if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str):
+        numbers = tuple(integer(name, n) for n in value)
         if len(numbers) != layers:
             raise ArgumentError(f"{len(numbers)} numbers for the {layers} layers of the trace: {value}")
     else:
-        numbers = (integer("slots", value),) * layers
-    return tuple(count("slots", n) for n in numbers)
+        numbers = (integer(name, value),) * layers
+    return tuple(count(name, n, low, high) for n in numbers)
 
 
 def _capped(slots: tuple[int, ...], experts: int) -> tuple[int, ...]:
@@ -554,7 +556,9 @@ def _candidate(value: str | Policy | Chooser, trace: Trace, profile: Trace | Non
     if name == "static-profile" and profile is None:
         raise ArgumentError("static-profile needs the trace of another run as profile")
     policy = pool_policy(value)
-    attainable = name in _STATIC_BY or name not in ("static", "pinned") or (name == "pinned" and profile is not None)
+    attainable = (
+        name in _STATIC_BY or name not in ("static", "pinned") or (name == "pinned" and profile is not None)
+    )
     return Candidate(value, policy, None, attainable)
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +155,13 @@ def test_arguments_are_checked(records: list[int]) -> None:
         make_plan(trace, 1, records, policy="mru")
     with pytest.raises(moepool.ArgumentError, match="policy is 'static-promt'"):
         make_plan(trace, 1, records, policy="static-promt")
+    for wrong, told in (
+        (0, "record_bytes is 0"),
+        ([1], "1 numbers for the 4 layers"),
+        ("x", "record_bytes is 'x'"),
+    ):
+        with pytest.raises(moepool.ArgumentError, match=told):
+            make_plan(trace, 1, wrong, policy="lru")  # type: ignore[arg-type]
     with pytest.raises(moepool.ArgumentError, match="budget_bytes is -1"):
         make_plan(trace, -1, records)
     with pytest.raises(moepool.ArgumentError, match="no rows of decode steps"):
@@ -207,6 +216,132 @@ def test_a_file_gives_back_the_plan(tmp_path: Path, records: list[int]) -> None:
         Plan.load(tmp_path / "bad.json")
     with pytest.raises(moepool.ArgumentError, match="No such file"):
         Plan.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"slots": "many"}, "slots of layer 0 is 'many'; it must be an integer"),
+        ({"slots": 3.7}, "slots of layer 0 is 3.7"),
+        ({"slots": None}, "slots of layer 0 is None"),
+        ({"slots": -2}, "slots of layer 0 is -2"),
+        ({"slots": 99}, "slots of layer 0 is 99; it must be from 0 to 32"),
+        ({"record_bytes": 0}, "record_bytes of layer 0 is 0"),
+        ({"hit_rate": 1.5}, "hit_rate of layer 0 is 1.5"),
+        ({"hot": [32]}, "hot expert of layer 0 is 32"),
+        ({"hot": [1, 1]}, "hot of layer 0 is"),
+        ({"hot": 7}, "hot is 7; it must be a list"),
+        ({"gains": [3]}, "a gain is 3; it must be a list of 2"),
+        ({"gains": [[1, 0.0]]}, "gains of layer 0 do not rise from 0"),
+        ({"gains": [[0, 0.0], [4, 1.0], [8, 0.5]]}, "gains of layer 0 do not rise from 0"),
+        ({"gains": [[0, "x"]]}, "hits in gains of layer 0 is 'x'"),
+        ({"speed": 1}, "entry 0 of layers has an unknown 'speed'"),
+    ],
+)
+def test_a_layer_that_makes_no_sense_is_refused(
+    tmp_path: Path, records: list[int], change: dict[str, Any], told: str
+) -> None:
+    file = tmp_path / "plan.json"
+    make_plan(skewed_trace(20), 40 * RECORD, records, policy="static").save(file)
+    values = json.loads(file.read_text())
+    values["layers"][0] |= change
+    file.write_text(json.dumps(values))
+    with pytest.raises(moepool.FormatError, match=f"plan {file}: .*{re.escape(told)}"):
+        Plan.load(file)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"layers": []}, "layers are []"),
+        ({"layers": {}}, "layers is {}; it must be a list"),
+        ({"layers": [3]}, "entry 0 of layers is 3; it must be an object"),
+        ({"model": None}, "the model is None; it must be an object"),
+        ({"model": {"experts": 32, "k": "x", "layers": 4, "fingerprint": ""}}, "k"),
+        ({"policy": 3}, "policy is 3"),
+        ({"policy": "static-promt"}, "policy is 'static-promt'"),
+        ({"miss": "bogus"}, "miss is 'bogus'; it must be 'stream'"),
+        ({"budget_bytes": "1GiB"}, "budget_bytes is '1GiB'"),
+        ({"seconds": "1"}, "seconds is '1'"),
+        ({"notes": [3]}, "notes are [3]"),
+        ({"reserve_bytes": -1}, "reserve_bytes is -1"),
+        ({"tokens": None}, "tokens is None"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused(
+    tmp_path: Path, records: list[int], change: dict[str, Any], told: str
+) -> None:
+    file = tmp_path / "plan.json"
+    make_plan(skewed_trace(20), 40 * RECORD, records, policy="lru").save(file)
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps(values | change))
+    with pytest.raises(moepool.FormatError, match=f"plan {file}: .*{re.escape(told)}"):
+        Plan.load(file)
+    del values["policy"]
+    file.write_text(json.dumps(values))
+    with pytest.raises(moepool.FormatError, match="the plan has no 'policy'"):
+        Plan.load(file)
+    for other in ("phase,layer,expert,count\n", "[]", "[" * 100_000, "3"):
+        file.write_text(other)
+        with pytest.raises(moepool.FormatError, match="this is no (file that `moepool plan -o` wrote|plan)"):
+            Plan.load(file)
+
+
+@pytest.mark.parametrize("policy", ["static", "pinned"])
+def test_hot_experts_go_with_the_slots(records: list[int], policy: str) -> None:
+    plan = make_plan(skewed_trace(), 60 * RECORD, records, policy=policy)
+    less = plan.within(14 * RECORD)
+    with moepool.ExpertStore.from_gguf(bundled_model(), progress=False) as store:
+        for layer, whole in zip(less.layers, plan.layers, strict=True):
+            assert layer.hot == whole.hot[: len(layer.hot)]
+            with less.pool(store[layer.layer]) as pool:
+                assert (pool.slots, len(layer.hot) <= pool.slots) == (layer.slots, True)
+        with plan.pool(store[0], slots=2) as pool:
+            assert pool.slots == 2
+    assert any(layer.hot for layer in less.layers)
+    if policy == "static":
+        assert [len(layer.hot) for layer in less.layers] == [layer.slots for layer in less.layers]
+
+
+def test_layers_of_fewer_experts_get_no_more_than_they_have() -> None:
+    """And such a plan fits its layers."""
+    model = TraceModel(32, 2, 2)
+    rng = np.random.default_rng(0)
+    ids = [rng.permutation((32, 12)[row % 2])[:2] for row in range(400)]
+    row = np.arange(400)
+    trace = Trace(model, row // 2, row % 2, row // 2, row >= 0, ids)
+    weights = [np.zeros((n, 32, 32), np.float32) for n in (32, 12)]
+    layers = [moepool.ExpertStore.from_arrays(weight=weight, qtype="q8_0")[0] for weight in weights]
+    size = layers[0].record_bytes
+    for budget in (9, 20, 40, 60):
+        for policy in ("lru", "static"):
+            plan = make_plan(trace, budget * size, size, experts=[32, 12], policy=policy)
+            assert [layer.experts for layer in plan.layers] == [32, 12]
+            assert plan.layers[1].slots <= 12
+            assert plan.layers[1].gains[-1][0] <= 12
+            alone = replace(plan, layers=(replace(plan.layers[1], layer=0),))
+            with alone.pool(layers[1]) as pool:
+                assert pool.slots == plan.layers[1].slots
+
+
+def test_no_layer_keeps_fewer_slots_than_a_token_has_places(records: list[int]) -> None:
+    """They bring nothing, since every step bypasses: others get them."""
+    trace = skewed_trace()
+    plan = make_plan(trace, 60 * RECORD, records, policy="lru")
+    for slots in range(61):
+        less = plan.within(slots * RECORD)
+        each = [layer.slots for layer in less.layers]
+        assert not any(0 < n < 4 for n in each), each
+        assert less.slot_bytes <= slots * RECORD
+        assert sum(each) >= 4 or slots < 4
+    assert any(
+        0 < layer.slots < 4 for n in range(61) for layer in _static(trace, records).within(n * RECORD).layers
+    )
+
+
+def _static(trace: Trace, records: list[int]) -> Plan:
+    """Whose slots are all of use."""
+    return make_plan(trace, 60 * RECORD, records, policy="static")
 
 
 def test_another_layer_is_refused(records: list[int]) -> None:
