@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from moepool.cli_trace import TOP, load, reading_options, shares_of
-from moepool.errors import ArgumentError, UnsupportedError
+from moepool.errors import ArgumentError, MoePoolError, UnsupportedError, warn
 from moepool.options import FILE, json_option, writable, write_json
 from moepool.plan import Plan
 from moepool.plots import plot_hit_rates, require_matplotlib
@@ -48,7 +48,13 @@ def rates_of(path: Path | None) -> Rates | None:
     """The rates that were asked for, or those of this machine if they were measured."""
     if path is not None:
         return Rates.load(path)
-    return Rates.load(rates_path()) if rates_path().exists() else None
+    if not rates_path().exists():
+        return None
+    try:
+        return Rates.load(rates_path())
+    except MoePoolError as error:
+        warn(f"{error}; `moepool doctor --measure` writes it anew")
+        return None
 
 
 def record_bytes_of(model: Path, layers: Sequence[int]) -> list[int]:

@@ -8,6 +8,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -471,6 +472,45 @@ def test_rates_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             Rates.load(rates_path())
     with pytest.raises(moepool.ArgumentError, match="No such file"):
         Rates.load(tmp_path / "none")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[",
+        "[" * 100_000,
+        "[]",
+        '{"device": "cpu"}',
+        '{"speed": 3}',
+        *(
+            json.dumps(asdict(H200) | change)
+            for change in (
+                {"host": -1},
+                {"host": "5"},
+                {"host": float("inf")},
+                {"host": None},
+                {"link": 0},
+                {"memory": True},
+                {"threads": "2"},
+                {"card": 3},
+            )
+        ),
+    ],
+)
+def test_damaged_rates_are_told_and_what_was_measured_is_left_out(
+    text: str, tmp_path: Path, trace_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    H200.save(rates_path())
+    rates_path().write_text(text)
+    with pytest.raises(moepool.FormatError, match="rates .*(expected an object of device|it must be)"):
+        Rates.load(rates_path())
+    options = ("simulate", trace_file, "--slots", "8", "--policy", "lru")
+    result = run(*options)
+    assert "Warning: rates" in result.stderr
+    assert "`moepool doctor --measure` writes it anew" in result.stderr
+    assert "By hits alone" in result.stdout
+    assert "Error: rates" in run(*options, "--rates", rates_path(), code=1).stderr
 
 
 # ----------------------------------------------------------------------------------------------- command line
