@@ -29,6 +29,8 @@ __all__ = ["LayerPlan", "Plan", "Watermark", "auto_budget", "make_plan"]
 
 _VERSION = 1
 _INT64 = 2**63 - 1
+_SHORT = 16
+"""Uses of an expert, on average, below which a trace says little."""
 _SIZES = 16
 """Numbers of slots, besides none, at which a policy's hits are counted."""
 
@@ -372,9 +374,13 @@ def make_plan(
         gains = _gains(swept, name, each)
         equal = budget_bytes // sum(records)
         # The curves are only bounds between their corners: as many slots for all may be the better plan.
+        least = _least(name, trace.model)
         ways = {
-            give_out(gains, records, budget_bytes, _least(name, trace.model)),
-            tuple(min(equal, n) for n in each),
+            filled(slots, each, records, budget_bytes, least)
+            for slots in (
+                give_out(gains, records, budget_bytes, least),
+                tuple(min(equal, n) for n in each),
+            )
         }
         exact = simulate(trace, sorted(ways), [name], record_bytes=records, threads=threads)
         plans += [_plan(trace, exact, run, gains, each, budget_bytes, rates) for run in exact.runs]
@@ -454,6 +460,34 @@ def give_out(
         rest = [() if layer == worst else corners for layer, corners in enumerate(gains)]
         return give_out(rest, record_bytes, budget_bytes, least)
     return tuple(slots)
+
+
+def filled(
+    slots: Sequence[int],
+    experts: Sequence[int],
+    record_bytes: Sequence[int],
+    budget_bytes: int,
+    least: int = 0,
+) -> tuple[int, ...]:
+    """The same and what the budget holds besides, evenly: slots that a trace has no use for serve another
+    text.
+
+    Examples
+    --------
+    >>> filled((2, 0), (4, 8), (100, 100), 900, least=2)
+    (3, 6)
+    """
+    out = list(slots)
+    left = budget_bytes - sum(n * size for n, size in zip(out, record_bytes, strict=True))
+    while True:
+        # The first slots of a layer come together: fewer than `least` are of no use.
+        steps = [min(max(least - n, 1), most - n) for n, most in zip(out, experts, strict=True)]
+        fitting = [i for i, n in enumerate(steps) if n and n * record_bytes[i] <= left]
+        if not fitting:
+            return tuple(out)
+        emptiest = min(fitting, key=lambda i: out[i] / experts[i])
+        out[emptiest] += steps[emptiest]
+        left -= steps[emptiest] * record_bytes[emptiest]
 
 
 def _parsed(text: str) -> dict[str, Any]:
@@ -549,7 +583,14 @@ def _notes(plan: Plan) -> tuple[str, ...]:
     if bare:
         notes.append(f"layers {', '.join(map(str, bare))} get no slots at all")
     if (left := plan.budget_bytes - plan.slot_bytes) > 0:
-        notes.append(f"{left} bytes of the budget are left: no further slot fits or brings a hit")
+        why = "no further slot fits" if cold else "every expert has a slot"
+        notes.append(f"{left} bytes of the budget are left: {why}")
+    widest = max(layer.experts for layer in plan.layers)
+    if plan.tokens * plan.model.k < _SHORT * widest:
+        notes.append(
+            f"the traces are short: {plan.tokens} decoded tokens want an expert of a layer "
+            f"{plan.tokens * plan.model.k / widest:.1f} times on average, which says little about other texts"
+        )
     if plan.policy.startswith("static") or plan.policy.startswith("pinned"):
         notes.append("the hit rate is that of the trace which chose the hot experts: expect less of others")
     return tuple(notes)

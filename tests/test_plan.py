@@ -141,10 +141,27 @@ def test_notes_say_what_does_not_fit(records: list[int]) -> None:
     assert "read over the link" in nothing.notes[0]
     assert nothing.notes[1] == "layers 0, 1, 2, 3 get no slots at all"
     all_of_it = make_plan(trace, 1 << 40, records, policy="static")
-    assert "of the budget are left" in " ".join(all_of_it.notes)
+    assert "of the budget are left: every expert has a slot" in " ".join(all_of_it.notes)
+    assert [layer.slots for layer in all_of_it.layers] == [32] * 4
     assert "expect less of others" in all_of_it.notes[-1]
     assert max(layer.slots for layer in all_of_it.layers) <= 32
     assert all_of_it.hit_rate == 1
+
+
+@pytest.mark.parametrize("policy", ["lru", "static"])
+def test_what_the_trace_has_no_use_for_is_given_out_too(records: list[int], policy: str) -> None:
+    """Another text may want those experts; and a short trace is told."""
+    at = np.arange(32)
+    few = Trace(TINY, at // 4, at % 4, at // 4, at >= 0, [[3, 5, 7, 9]] * 32)
+    plan = make_plan(few, 25 * sum(records), records, policy=policy)
+    assert [layer.slots for layer in plan.layers] == [25] * 4
+    assert any("short: 8 decoded tokens" in note for note in plan.notes)
+    assert "no further slot" not in " ".join(plan.notes)
+    assert [layer.slots for layer in make_plan(few, 1 << 40, records, policy=policy).layers] == [32] * 4
+    more = make_plan(skewed_trace(), 25 * sum(records) + 5, records, policy=policy)
+    assert more.budget_bytes - more.slot_bytes < max(records)
+    assert "of the budget are left: no further slot fits" in " ".join(more.notes)
+    assert not any("short" in note for note in more.notes)
 
 
 def test_arguments_are_checked(records: list[int]) -> None:
