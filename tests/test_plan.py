@@ -664,6 +664,9 @@ def test_arguments_go_before_the_environment(files: Path, monkeypatch: pytest.Mo
     report = json.loads(run(*TEXT).stdout)
     assert report["placement"]["policy"] == "pinned"
     assert report["placement"]["hot"] == Trace.load(files / "a.moetrace").hottest(2)
+    monkeypatch.setenv("MOEPOOL_POLICY", "")
+    assert json.loads(run(*TEXT).stdout)["placement"]["policy"] == "lru"
+    assert "--policy static and pinned" in run(*TEXT, "--hot", files / "a.moetrace", code=1).stderr
     monkeypatch.setenv("MOEPOOL_POLICY", "mru")
     assert "policy is 'mru'" in run(*TEXT, code=2).stderr
 
