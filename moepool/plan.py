@@ -258,10 +258,9 @@ class Plan:
             plan = cls(**_parsed(text))
         except ArgumentError as error:
             raise FormatError(f"plan {path}: {error}") from None
-        known = plan.model.fingerprint
-        if model is not None and (known or plan.model.k != model.k) and known != model.fingerprint:
+        if model is not None and not _same(plan.model, model):
             raise FormatError(
-                f"plan {path} is for another model: router {known or 'unknown'}, not {model.fingerprint}"
+                f"plan {path} is for another model: {_told(plan.model)}, while this has {_told(model)}"
             )
         return plan
 
@@ -488,6 +487,17 @@ def filled(
         emptiest = min(fitting, key=lambda i: out[i] / experts[i])
         out[emptiest] += steps[emptiest]
         left -= steps[emptiest] * record_bytes[emptiest]
+
+
+def _same(one: TraceModel, other: TraceModel) -> bool:
+    """As far as both are known."""
+    if one.fingerprint and other.fingerprint:
+        return one.fingerprint == other.fingerprint
+    return (one.k, one.experts) == (other.k, other.experts)
+
+
+def _told(model: TraceModel) -> str:
+    return f"{model.experts} experts, top-{model.k}, router {model.fingerprint or 'unknown'}"
 
 
 def _parsed(text: str) -> dict[str, Any]:

@@ -644,6 +644,37 @@ def test_what_stays_is_what_decode_steps_want(tmp_path: Path, kind: str) -> None
     assert (stats["hits"], stats["misses"]) == (found.hits, found.misses)
 
 
+def test_simulate_says_which_policy_is_the_plans(files: Path, records: list[int]) -> None:
+    make_plan(skewed_trace(60), 40 * RECORD, records, policy="lfu:half_life=9").save(files / "other.json")
+    for plan, policy in (("plan.json", "lfu"), ("other.json", "lfu:half_life=9")):
+        told = run("simulate", files / "a.moetrace", "--plan", files / plan).stdout
+        found = Plan.load(files / plan)
+        each = [[layer.slots for layer in found.layers]]
+        (counted,) = simulate(Trace.load(files / "a.moetrace"), each, [policy]).runs
+        assert f"The plan's policy is {policy}: {100 * counted.hit_rate:.1f} % hits here." in told
+    told = run("simulate", files / "a.moetrace", "--plan", files / "plan.json", "--policy", "lru").stdout
+    assert "The plan's" not in told
+
+
+def test_simulate_refuses_plans_and_profiles_of_other_models(files: Path) -> None:
+    """And takes what does not know its model for one of theirs."""
+    trace = skewed_trace(60)
+    columns = (trace.step, trace.layer, trace.pos, trace.decode, trace.ids)
+    Trace(TraceModel(32, 4, 4, "f" * 16), *columns).save(files / "other.csv")
+    Trace(TraceModel(64, 4, 4), *columns).save(files / "wide.csv")
+    trace.save(files / "plain.csv", "plain")
+    options = ("--policy", "lru", "--json", "-")
+    for other in ("other.csv", "wide.csv"):
+        told = run("simulate", files / other, "--plan", files / "plan.json", *options, code=1).stderr
+        assert "another model" in told
+        told = run("simulate", files / "a.moetrace", "--profile", files / other, *options, code=1).stderr
+        assert f"--profile {files / other}" in told
+        assert "another model" in told
+    for more in (("--plan", files / "plan.json"), ("--profile", files / "a.moetrace", "--slots", "8")):
+        report = json.loads(run("simulate", files / "plain.csv", *more, *options).stdout)
+        assert report["model"]["fingerprint"] == TINY.fingerprint
+
+
 def test_arguments_go_before_the_environment(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert slots_of() == 0
     monkeypatch.setenv("MOEPOOL_SLOTS", "5")
