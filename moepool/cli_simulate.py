@@ -18,7 +18,7 @@ from moepool.plots import plot_hit_rates, require_matplotlib
 from moepool.rates import Rates, rates_path, verdict
 from moepool.runner.info import ModelInfo
 from moepool.runner.table import format_table
-from moepool.simulate import POLICIES, Simulation, SimulationRun, simulate
+from moepool.simulate import POLICIES, Simulation, SimulationRun, simulate, split_policies
 from moepool.trace import Trace, trace_model
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
@@ -100,7 +100,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> l
     "policies",
     default="all",
     show_default=True,
-    help="Names, commas between; options follow a colon, semicolons between: lru,lfu:half_life=64;guard.",
+    help="Names, commas between; options follow a colon, as in lru,lfu:half_life=64,guard,belady.",
 )
 @click.option("--profile", type=FILE, help="Trace of another run, for static-profile and pinned.")
 @click.option("--admit", type=click.IntRange(0), help="The most experts admitted a step [default: no limit].")
@@ -204,7 +204,7 @@ def _planned(plan: Plan, layers: Sequence[int], other: object) -> list[int]:
 
 def _policies(text: str, trace: Trace, profile: Trace | None, plan: Plan | None) -> list[str]:
     if text != "all":
-        return [policy.replace(";", ",") for policy in text.split(",")]
+        return split_policies(text)
     usable = [name for name in POLICIES if name != "static-prompt" or not trace.decode.all()]
     usable += ["static-profile"] if profile is not None else []
     if plan is not None and plan.policy not in (*usable, "static-prompt", "static-profile"):

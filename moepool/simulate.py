@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,6 +25,8 @@ Int64 = npt.NDArray[np.int64]
 POLICIES = ("belady", "static", "static-prompt", "lru", "lfu", "lfru", "slru", "reelect", "pinned")
 """What :func:`simulate` knows by name: the policies of pools, three ways to choose what stays, and the
 bound."""
+
+_OPTIONS = {field.name for field in fields(Policy)} - {"name"}
 
 _STATIC_BY = ("static-prompt", "static-profile")
 """Simulated ways to choose what "static" keeps in pools."""
@@ -486,7 +489,7 @@ def _capped(slots: tuple[int, ...], experts: int) -> tuple[int, ...]:
 
 
 def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
-    """Splits "lfu:half_life=64,guard" into a name and options.
+    """Splits "lfu:half_life=64,guard" into a name and options; semicolons do as well as commas.
 
     Raises
     ------
@@ -500,12 +503,31 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
     """
     name, _, rest = text.partition(":")
     options: dict[str, Any] = {}
-    for option in filter(None, rest.split(",")):
+    for option in filter(None, map(str.strip, re.split("[,;]", rest))):
         key, equals, value = option.partition("=")
-        if equals and not value.lstrip("-").isdigit():
+        if equals and not re.fullmatch("-?[0-9]{1,18}", value):
             raise ArgumentError(f"{option!r} of policy {text!r} is not name=integer")
         options[key.replace("-", "_")] = int(value) if equals else True
     return name, options
+
+
+def split_policies(text: str) -> list[str]:
+    """A list of policies as it is written on the command line; what follows a name as its option stays with
+    it.
+
+    Examples
+    --------
+    >>> split_policies("lru,lfu:half_life=64,guard,belady,slru:guard;protected_percent=50")
+    ['lru', 'lfu:half_life=64,guard', 'belady', 'slru:guard,protected_percent=50']
+    """
+    out: list[str] = []
+    for part in map(str.strip, re.split("[,;]", text)):
+        key = part.partition("=")[0].replace("-", "_")
+        if out and ":" in out[-1] and ":" not in part and ("=" in part or key in _OPTIONS):
+            out[-1] += ("" if out[-1].endswith(":") else ",") + part
+        else:
+            out.append(part)
+    return out
 
 
 def policy_from(text: str) -> Policy:
