@@ -7,7 +7,6 @@ import math
 import os
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from types import TracebackType
@@ -652,7 +651,14 @@ class Watermark:
         Returns
         -------
         int
-            Bytes by which the slots grew; negative if they shrank.
+            Bytes by which the slots grew; negative if they shrank. A pool of which an open route reads a slot
+            that would go is left for the next look.
+
+        Raises
+        ------
+        IdError, StateError
+            What :meth:`Pool.stats` and :meth:`Pool.resize` tell: of earlier steps that met a bad id, or that
+            the CPU did not answer; or a pool is closed.
         """
         free = self._look(self._device).free
         records = [layer.record_bytes for layer in self._plan.layers]
@@ -668,10 +674,15 @@ class Watermark:
         for pool, slots in sorted(
             zip(self._pools, wanted, strict=True), key=lambda pair: pair[1] - pair[0].slots
         ):
-            # An open route may read a slot that would go: the next look will find it closed.
-            with suppress(StateError):
-                if slots != pool.slots:
-                    pool.resize(slots)
+            if slots == pool.slots:
+                continue
+            leased = pool.stats().leased  # and what went wrong in earlier steps is told here
+            try:
+                pool.resize(slots)
+            except StateError:
+                # An open route may read a slot that would go: the next look will find it closed.
+                if not leased or slots > pool.slots:
+                    raise
         return sum(pool.slots * record for pool, record in zip(self._pools, records, strict=True)) - taken
 
     def watching(self, seconds: float = 1.0) -> _Watch:

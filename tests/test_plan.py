@@ -415,8 +415,15 @@ class FakePool:
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.calls: list[int] = []
+        self.leased = 0
+        self.fails = ""
+
+    def stats(self) -> FakePool:
+        return self
 
     def resize(self, slots: int) -> int:
+        if self.fails:
+            raise moepool.StateError(self.fails)
         self.calls.append(slots)
         self.slots = slots
         return slots
@@ -555,6 +562,22 @@ def test_what_an_open_route_reads_is_left_for_the_next_look(records: list[int]) 
             assert [pool.slots for pool in pools] == [plan.layers[0].slots, 0, 0, 0]
         mark.check()
         assert [pool.slots for pool in pools] == [0, 0, 0, 0]
+
+
+def test_what_went_wrong_in_a_pool_is_told() -> None:
+    """It is told once: to swallow it is to lose it."""
+    mark, card, pools = watermark()
+    card.others = 350
+    pools[1].fails = "a step waited 1000 ms for the CPU, which did not answer"
+    with pytest.raises(moepool.StateError, match="did not answer"):
+        mark.check()
+    pools[1].leased = 1
+    assert mark.check() == 0
+    pools[1].fails = ""
+    mark.check()
+    card.others, pools[1].fails = 0, "the pool is closed"
+    with pytest.raises(moepool.StateError, match="closed"):
+        mark.check()
 
 
 def test_a_thread_watches() -> None:
