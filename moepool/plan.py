@@ -609,7 +609,10 @@ class Watermark:
     """Keeps the slots of running pools within what other processes leave of a device's memory.
 
     When less than `reserve` bytes are free, slots are given back, from where they bring least; when more than
-    `reserve` and a quarter of it are, slots come back, never more than planned. Bits never depend on it.
+    `reserve` and a quarter of it are, slots come back, never more than planned. Bits never depend on it, as
+    long as pools are resized where they may be: not while a CUDA graph that holds their steps is replayed.
+    Who replays graphs calls :meth:`check` between replays; :meth:`watching`, whose thread knows nothing of
+    replays, is for pools whose steps no graph holds.
 
     Parameters
     ----------
@@ -628,7 +631,12 @@ class Watermark:
     ::
 
         with moepool.Watermark(plan, pools, "cuda:0").watching(seconds=1):
-            ...  # generate
+            ...  # generate, step by step
+
+        mark = moepool.Watermark(plan, pools, "cuda:0")
+        for _ in range(tokens):
+            mark.check()
+            graph.launch(stream)
     """
 
     def __init__(
@@ -686,7 +694,11 @@ class Watermark:
         return sum(pool.slots * record for pool, record in zip(self._pools, records, strict=True)) - taken
 
     def watching(self, seconds: float = 1.0) -> _Watch:
-        """A context in which a thread of its own calls :meth:`check` again and again."""
+        """A context in which a thread of its own calls :meth:`check` again and again.
+
+        Only for pools whose steps no CUDA graph holds: what a replay does to a pool while that is resized is
+        undone.
+        """
         return _Watch(self, seconds)
 
 
