@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from moepool import _sim
-from moepool.checks import INT32, count
+from moepool.checks import INT32, count, integer
 from moepool.cpu import get_threads
 from moepool.errors import ArgumentError, FormatError
 from moepool.policy import Policy
@@ -26,6 +27,11 @@ POLICIES = ("belady", "static", "static-prompt", "lru", "lfu", "lfru", "slru", "
 bound."""
 
 _MOST_RECORD_BYTES = 1 << 40
+
+_OPTIONS = {field.name for field in fields(Policy)} - {"name"}
+
+_STATIC_BY = ("static-prompt", "static-profile")
+"""Simulated ways to choose what "static" keeps in pools."""
 
 _COUNTS = (
     "steps",
@@ -360,7 +366,7 @@ class Simulation:
         ArgumentError
             It was not simulated.
         """
-        wanted = _per_layer("slots", slots, len(self.layers))
+        wanted = per_layer("slots", slots, len(self.layers))
         for run in self.runs:
             if run.policy == policy and run.slots == wanted:
                 return run
@@ -453,10 +459,10 @@ def simulate(
         raise ArgumentError("the trace has no rows: there is nothing to simulate")
     experts = trace.model.experts
     budgets = list(slots) if isinstance(slots, Iterable) else [slots]
-    each = [_capped(_per_layer("slots", n, len(layers)), experts) for n in budgets]
+    each = [_capped(per_layer("slots", n, len(layers)), experts) for n in budgets]
     sizes = None
     if record_bytes is not None:
-        sizes = _per_layer("record_bytes", record_bytes, len(layers), _MOST_RECORD_BYTES)
+        sizes = per_layer("record_bytes", record_bytes, len(layers), 1, _MOST_RECORD_BYTES)
     if threads is not None:
         threads = count("threads", threads, 1)
     if profile is not None:
@@ -512,16 +518,15 @@ def _fitting(profile: Trace, trace: Trace) -> Trace:
     return profile.of(trace.model)
 
 
-def _per_layer(name: str, value: Any, layers: int, most: int = INT32) -> tuple[int, ...]:
-    """A number for each layer."""
-    if isinstance(value, np.ndarray) and value.ndim == 0:
-        value = value[()]
+def per_layer(name: str, value: Any, layers: int, low: int = 0, high: int = INT32) -> tuple[int, ...]:
+    """A number for each layer, from `low` to `high`."""
     if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str):
-        numbers = tuple(count(name, n, 0, most) for n in value)
+        numbers = tuple(integer(name, n) for n in value)
         if len(numbers) != layers:
             raise ArgumentError(f"{len(numbers)} numbers for the {layers} layers of the trace: {value}")
-        return numbers
-    return (count(name, value, 0, most),) * layers
+    else:
+        numbers = (integer(name, value),) * layers
+    return tuple(count(name, n, low, high) for n in numbers)
 
 
 def _capped(slots: tuple[int, ...], experts: int) -> tuple[int, ...]:
@@ -529,7 +534,7 @@ def _capped(slots: tuple[int, ...], experts: int) -> tuple[int, ...]:
 
 
 def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
-    """Splits "lfu:half_life=64,guard" into a name and options.
+    """Splits "lfu:half_life=64,guard" into a name and options; semicolons do as well as commas.
 
     Raises
     ------
@@ -543,12 +548,31 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
     """
     name, _, rest = text.partition(":")
     options: dict[str, Any] = {}
-    for option in filter(None, rest.split(",")):
+    for option in filter(None, map(str.strip, re.split("[,;]", rest))):
         key, equals, value = option.partition("=")
-        if equals and not value.lstrip("-").isdigit():
+        if equals and not re.fullmatch("-?[0-9]{1,18}", value):
             raise ArgumentError(f"{option!r} of policy {text!r} is not name=integer")
         options[key.replace("-", "_")] = int(value) if equals else True
     return name, options
+
+
+def split_policies(text: str) -> list[str]:
+    """A list of policies as it is written on the command line; what follows a name as its option stays with
+    it.
+
+    Examples
+    --------
+    >>> split_policies("lru,lfu:half_life=64,guard,belady,slru:guard;protected_percent=50")
+    ['lru', 'lfu:half_life=64,guard', 'belady', 'slru:guard,protected_percent=50']
+    """
+    out: list[str] = []
+    for part in map(str.strip, re.split("[,;]", text)):
+        key = part.partition("=")[0].replace("-", "_")
+        if out and ":" in out[-1] and ":" not in part and ("=" in part or key in _OPTIONS):
+            out[-1] += ("" if out[-1].endswith(":") else ",") + part
+        else:
+            out.append(part)
+    return out
 
 
 def policy_from(text: str) -> Policy:
@@ -564,6 +588,18 @@ def policy_from(text: str) -> Policy:
         return Policy(name, **options)  # type: ignore[arg-type]
     except TypeError:
         raise ArgumentError(f"policy {text!r} has an option that no policy knows") from None
+
+
+def pool_policy(text: str) -> Policy:
+    """The policy of pools that a simulated one stands for.
+
+    Examples
+    --------
+    >>> pool_policy("static-prompt")
+    Policy('static')
+    """
+    name = parse_policy(text)[0]
+    return policy_from(text.replace(name, "static", 1) if name in _STATIC_BY else text)
 
 
 def _candidate(value: str | Policy | Chooser, trace: Trace, profile: Trace | None) -> Candidate:
@@ -586,9 +622,10 @@ def _candidate(value: str | Policy | Chooser, trace: Trace, profile: Trace | Non
         raise ArgumentError("static-prompt needs a trace with rows of prompts")
     if name == "static-profile" and profile is None:
         raise ArgumentError("static-profile needs the trace of another run as profile")
-    known = name.startswith("static-")
-    policy = policy_from(value.replace(name, "static", 1) if known else value)
-    attainable = known or name not in ("static", "pinned") or (name == "pinned" and profile is not None)
+    policy = pool_policy(value)
+    attainable = (
+        name in _STATIC_BY or name not in ("static", "pinned") or (name == "pinned" and profile is not None)
+    )
     return Candidate(value, policy, None, attainable)
 
 

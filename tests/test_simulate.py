@@ -9,6 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -451,8 +452,12 @@ def test_hot_lists_come_from_where_they_say() -> None:
     ("arguments", "match"),
     [
         ({"policies": ["mru"]}, "policy is 'mru'"),
+        ({"policies": ["static-promt"]}, "policy is 'static-promt'"),
         ({"policies": ["lru:speed=3"]}, "an option that no policy knows"),
         ({"policies": ["lru:half_life=x"]}, "not name=integer"),
+        ({"policies": ["lfu:half_life=--3"]}, "not name=integer"),
+        ({"policies": ["lfu:half_life=\u00b2"]}, "not name=integer"),
+        ({"policies": ["lfu:half_life=" + "9" * 5000]}, "not name=integer"),
         ({"policies": ["slru:period=3"]}, "no option of policy"),
         ({"policies": ["static-profile"]}, "as profile"),
         ({"policies": [7]}, "7 is no policy"),
@@ -600,6 +605,45 @@ def test_rates_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         Rates.load(tmp_path / "none")
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[",
+        "[" * 100_000,
+        "[]",
+        '{"device": "cpu"}',
+        '{"speed": 3}',
+        *(
+            json.dumps(asdict(H200) | change)
+            for change in (
+                {"host": -1},
+                {"host": "5"},
+                {"host": float("inf")},
+                {"host": None},
+                {"link": 0},
+                {"memory": True},
+                {"threads": "2"},
+                {"card": 3},
+            )
+        ),
+    ],
+)
+def test_damaged_rates_are_told_and_what_was_measured_is_left_out(
+    text: str, tmp_path: Path, trace_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    H200.save(rates_path())
+    rates_path().write_text(text)
+    with pytest.raises(moepool.FormatError, match="rates .*(expected an object of device|it must be)"):
+        Rates.load(rates_path())
+    options = ("simulate", trace_file, "--slots", "8", "--policy", "lru")
+    result = run(*options)
+    assert "Warning: rates" in result.stderr
+    assert "`moepool doctor --measure` writes it anew" in result.stderr
+    assert "By hits alone" in result.stdout
+    assert "Error: rates" in run(*options, "--rates", rates_path(), code=1).stderr
+
+
 # ----------------------------------------------------------------------------------------------- command line
 
 
@@ -614,6 +658,22 @@ def trace_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))  # not what was measured here
     local_trace(100, TraceModel(32, 4, 4)).save(tmp_path / "a.moetrace")
     return tmp_path / "a.moetrace"
+
+
+@pytest.mark.parametrize(
+    "written", ["lfu:half_life=64,guard", "lfu:half_life=64;guard", "lfu: guard; half-life=64"]
+)
+def test_options_of_policies_are_written_the_same_everywhere(trace_file: Path, written: str) -> None:
+    options = ("simulate", trace_file, "--slots", "8", "--json", "-", "--policy")
+    report = json.loads(run(*options, f"lru,{written},belady").stdout)
+    assert [found["policy"].partition(":")[0] for found in report["runs"]] == ["lru", "lfu", "belady"]
+    (alone,) = simulate(Trace.load(trace_file), 8, [written]).runs
+    assert report["runs"][1]["hits"] == alone.hits
+    text = ("generate", "tiny-moe", "-p", "a", "-n", "2", "--json", "-", "--policy", written, "--slots", "4")
+    assert json.loads(run(*text).stdout)["placement"]["policy"] == {
+        **asdict(moepool.Policy("lfu", guard=True, half_life=64))
+    }
+    assert policy_from(written) == moepool.Policy("lfu", guard=True, half_life=64)
 
 
 def test_the_command_prints_what_simulate_finds(trace_file: Path, tmp_path: Path) -> None:
