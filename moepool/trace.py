@@ -194,7 +194,12 @@ class Trace:
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str], model: TraceModel | None = None, *, lenient: bool = False
+        cls,
+        path: str | os.PathLike[str],
+        model: TraceModel | None = None,
+        *,
+        lenient: bool = False,
+        experts: int | None = None,
     ) -> Trace:
         """Reads a file: the plain CSV of llama.cpp's forks, or one that :meth:`save` wrote.
 
@@ -206,6 +211,8 @@ class Trace:
             experts and layers as occur in it.
         lenient : bool
             Leave out what is damaged or out of range, count it in `skipped` and warn, instead of failing.
+        experts : int, optional
+            How many a layer has, where neither `model` nor the file tells.
 
         Returns
         -------
@@ -227,13 +234,20 @@ class Trace:
         <Trace of 4 rows, 2 of prompts: 1 layer, 8 experts, top-2>
         """
         file = Path(path)
-        reading = tracefile.read(file, model, lenient)
+        most = tracefile.MOST_EXPERTS
+        if experts is not None:
+            most = count("experts", experts, 1, most)
+        reading = tracefile.read(file, model, lenient, most)
         rows = reading.rows
         found = reading.model or model
         if found is None:
-            found = _model_in(file, rows, reading.skipped)
+            found = _model_in(file, rows, reading.skipped, experts)
         elif model is not None:
             must_fit(f"trace {file}", found, model)
+        elif experts is not None:
+            if found.experts > experts or (found.fingerprint and found.experts < experts):
+                raise FormatError(f"trace {file} is of a model of {found.experts} experts, not {experts}")
+            found = replace(found, experts=experts)
         trace = cls._of(found if model is None else model, rows)
         trace.skipped = reading.skipped
         if reading.skipped:
@@ -497,12 +511,12 @@ def _column(
     return array.astype(dtype)
 
 
-def _model_in(file: Path, rows: Rows, skipped: Counter[str]) -> TraceModel:
+def _model_in(file: Path, rows: Rows, skipped: Counter[str], experts: int | None) -> TraceModel:
     """A model that a file in the plain form can be of, which does not tell."""
     if not len(rows.step):
         why = f"nothing is left of it: {_counted(skipped)}" if skipped else "it has no rows"
         raise FormatError(f"trace {file}: {why}")
-    most = int(rows.ids.max(initial=0)) + 1
+    most = experts or int(rows.ids.max(initial=0)) + 1
     try:
         return TraceModel(most, rows.ids.shape[1], int(rows.layer.max()) + 1)
     except ArgumentError as error:

@@ -146,8 +146,9 @@ def form_of(path: Path) -> Form:
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-def read(path: Path, expected: TraceModel | None, lenient: bool) -> Reading:
-    """Reads a file of any form. `expected` limits ids and layers where the file does not tell its model.
+def read(path: Path, expected: TraceModel | None, lenient: bool, experts: int = MOST_EXPERTS) -> Reading:
+    """Reads a file of any form. `expected` limits ids and layers where the file does not tell its model, or
+    else `experts` limits ids.
 
     Raises
     ------
@@ -162,7 +163,7 @@ def read(path: Path, expected: TraceModel | None, lenient: bool) -> Reading:
             if file.read(len(MAGIC)) == MAGIC:
                 return _Binary(file, path, lenient).read()
             file.seek(0)
-            return _Text(file, path, expected, lenient).read()
+            return _Text(file, path, expected, lenient, experts).read()
     except OSError as error:
         raise ArgumentError(f"trace {path}: {error.strerror}") from None
 
@@ -170,8 +171,10 @@ def read(path: Path, expected: TraceModel | None, lenient: bool) -> Reading:
 class _Text:
     """Reads the plain form and ours. Numbers are parsed a few megabytes at once, in NumPy."""
 
-    def __init__(self, file: BinaryIO, path: Path, expected: TraceModel | None, lenient: bool) -> None:
-        self.file, self.path, self.lenient = file, path, lenient
+    def __init__(
+        self, file: BinaryIO, path: Path, expected: TraceModel | None, lenient: bool, experts: int
+    ) -> None:
+        self.file, self.path, self.lenient, self.experts = file, path, lenient, experts
         self.skipped: Counter[str] = Counter()
         self.line = 0  # lines read so far
         self.model: TraceModel | None = None
@@ -335,7 +338,7 @@ class _Text:
         """Keeps what the model can have routed."""
         lead = len(_NAMES) if self.ours else 2
         layer, ids = rows[:, 1], rows[:, lead:]
-        experts = MOST_EXPERTS if self.limits is None else self.limits.experts
+        experts = self.experts if self.limits is None else self.limits.experts
         layers = MOST_LAYERS if self.limits is None else self.limits.layers
         checks: list[tuple[NDArray[np.bool_], str]] = [
             ((layer >= 0) & (layer < layers), f"a layer outside [0, {layers})"),

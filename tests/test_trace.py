@@ -340,6 +340,28 @@ def test_another_models_trace_is_refused(tmp_path: Path) -> None:
     fails(write(tmp_path / "plain.csv", "0,0,1,8\n"), r"line 1: an id outside \[-1, 8\)", MODEL)
 
 
+def test_experts_are_told_where_no_file_does(tmp_path: Path) -> None:
+    path = write(tmp_path / "plain.csv", "0,0,1,2\n1,0,3,9\n")
+    assert Trace.load(path).model.experts == 10
+    assert Trace.load(path, experts=32).model.experts == 32
+    with pytest.warns(moepool.MoePoolWarning, match="left out 1"):  # the model says more
+        assert Trace.load(path, MODEL, lenient=True, experts=32).model == MODEL
+    with pytest.raises(moepool.FormatError, match=r"plain.csv, line 2: an id outside \[-1, 8\)"):
+        Trace.load(path, experts=8)
+    with pytest.warns(moepool.MoePoolWarning, match="left out 1: 1 x an id outside"):
+        assert len(Trace.load(path, lenient=True, experts=8)) == 1
+    with pytest.raises(moepool.ArgumentError, match="experts is 0"):
+        Trace.load(path, experts=0)
+    random_trace(1).save(tmp_path / "a.csv")
+    random_trace(1, TraceModel(8, 2, 3)).save(tmp_path / "b.csv")
+    for name, experts in (("a.csv", 16), ("a.csv", 7), ("b.csv", 7)):
+        with pytest.raises(moepool.FormatError, match=f"{name} is of a model of 8 experts, not {experts}"):
+            Trace.load(tmp_path / name, experts=experts)
+    assert Trace.load(tmp_path / "b.csv", experts=16).model.experts == 16
+    told = run("trace", "info", path, "--experts", "8", "--lenient")
+    assert "1 rows" in told.stdout
+
+
 def test_a_million_rows_take_seconds(tmp_path: Path) -> None:
     rows = 1_000_000
     model = TraceModel(128, 8, 48, "ab")
