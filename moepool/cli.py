@@ -97,7 +97,8 @@ def _placement(
     name: Policy | PolicyName = policy if policy != Policy(policy.name) else policy.name
     config = checkpoint.config
     if policy.name not in ("static", "pinned"):
-        if hot is not None:
+        # The environment's is for the policies that have a use for it.
+        if hot is not None and _given("hot"):
             raise ArgumentError("--hot chooses the experts of --policy static and pinned")
         return Placement(slots, name, miss, device)
     if hot is None:
@@ -129,26 +130,27 @@ def _watching(placement: Placement, runner: Model) -> AbstractContextManager[obj
     return Watermark(plan, runner.pools, placement.device).watching()
 
 
+def _given(option: str) -> bool:
+    """Whether it is an argument, not from the environment."""
+    return click.get_current_context().get_parameter_source(option) == ParameterSource.COMMANDLINE
+
+
 def _overridden() -> bool:
     """Whether arguments say where experts live, while the plan is only named by the environment."""
-    context = click.get_current_context()
-    given = [
-        f"--{name}"
-        for name in ("slots", "policy", "hot")
-        if context.get_parameter_source(name) == ParameterSource.COMMANDLINE
-    ]
-    if given and context.get_parameter_source("plan") == ParameterSource.COMMANDLINE:
+    given = [f"--{name}" for name in ("slots", "policy", "hot") if _given(name)]
+    if given and _given("plan"):
         raise ArgumentError(f"--plan says where experts live, and so does {given[0]}: give one of them")
     return bool(given)
 
 
 def _hottest(path: Path, slots: int, model: Path, config: Config) -> list[list[int]]:
-    """The most wanted experts of each layer, by a profile or a trace."""
+    """The experts that decode steps want most in each layer, by a profile or a trace."""
     with path.open("rb") as file:
         is_profile = file.readline().strip() == PROFILE_HEADER.encode()
     if is_profile:
         return RoutingProfile.load(path, config.layers, config.experts).hottest(slots)
-    return Trace.load(path, trace_model(model)).hottest(slots)
+    trace = Trace.load(path, trace_model(model))
+    return trace.hottest(slots, "decode" if trace.decode.any() else None)
 
 
 def _run_facts(model: Path, placement: Placement, dense: Dense) -> dict[str, Any]:

@@ -73,14 +73,15 @@ def plan_command(
     of = trace_model(model)
     trace = Trace.merge([Trace.load(path, of, lenient=lenient) for path in traces])
     layers = trace.info().layers
-    blocks = [layer.block for layer in ModelInfo.from_gguf(model).layers]
-    if missing := [block for block in blocks if block not in layers]:
+    experts = {layer.block: layer.experts for layer in ModelInfo.from_gguf(model).layers}
+    if missing := [block for block in experts if block not in layers]:
         raise ArgumentError(f"the traces have no rows of block {missing[0]} of {model}: trace every layer")
     records = record_bytes_of(model, layers)
     plan = make_plan(
         trace,
         budget,
         records,
+        experts=[experts[layer] for layer in layers],
         policy=policy,
         rates=rates_of(rates),
         threads=threads,

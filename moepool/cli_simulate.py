@@ -11,15 +11,15 @@ import click
 from click.core import ParameterSource
 
 from moepool.cli_trace import TOP, load, reading_options, shares_of
-from moepool.errors import ArgumentError, UnsupportedError
+from moepool.errors import ArgumentError, FormatError, MoePoolError, UnsupportedError, warn
 from moepool.options import FILE, json_option, writable, write_json
 from moepool.plan import Plan
 from moepool.plots import plot_hit_rates, require_matplotlib
 from moepool.rates import Rates, rates_path, verdict
 from moepool.runner.info import ModelInfo
 from moepool.runner.table import format_table
-from moepool.simulate import POLICIES, Simulation, SimulationRun, simulate
-from moepool.trace import Trace, TraceModel, trace_model
+from moepool.simulate import POLICIES, Simulation, SimulationRun, simulate, split_policies
+from moepool.trace import Trace, trace_model
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]I?B|)", re.IGNORECASE)
@@ -48,7 +48,13 @@ def rates_of(path: Path | None) -> Rates | None:
     """The rates that were asked for, or those of this machine if they were measured."""
     if path is not None:
         return Rates.load(path)
-    return Rates.load(rates_path()) if rates_path().exists() else None
+    if not rates_path().exists():
+        return None
+    try:
+        return Rates.load(rates_path())
+    except MoePoolError as error:
+        warn(f"{error}; `moepool doctor --measure` writes it anew")
+        return None
 
 
 def record_bytes_of(model: Path, layers: Sequence[int]) -> list[int]:
@@ -94,7 +100,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> l
     "policies",
     default="all",
     show_default=True,
-    help="Names, commas between; options follow a colon, semicolons between: lru,lfu:half_life=64;guard.",
+    help="Names, commas between; options follow a colon, as in lru,lfu:half_life=64,guard,belady.",
 )
 @click.option("--profile", type=FILE, help="Trace of another run, for static-profile and pinned.")
 @click.option("--admit", type=click.IntRange(0), help="The most experts admitted a step [default: no limit].")
@@ -129,16 +135,28 @@ def simulate_command(
         require_matplotlib()
     speeds = rates_of(rates)
     of = None if model is None else trace_model(model)
+    planned = None if plan is None else Plan.load(plan, of)
     loaded = load(trace, of, experts, lenient)
     other = None if profile is None else load(profile, of, experts, lenient)
+    # A trace that does not know its model is of the one that the others know.
+    for known in (None if planned is None else planned.model, None if other is None else other.model):
+        if known is not None and known.fingerprint and not loaded.model.fingerprint:
+            loaded = loaded.of(known)
+    if plan is not None:
+        planned = Plan.load(plan, loaded.model)
+    if other is not None:
+        try:
+            other = other.of(loaded.model)
+        except FormatError as error:
+            raise FormatError(f"--profile {profile}: {error}") from None
     layers = loaded.info().layers
     records = None if model is None else record_bytes_of(model, layers)
     found = simulate(
         loaded,
         _budgets(slots, vram, records, loaded.model.experts)
-        if plan is None
-        else [_planned(plan, of, layers, slots or vram)],
-        _policies(policies, loaded, other),
+        if planned is None
+        else [_planned(planned, layers, slots or vram)],
+        _policies(policies, loaded, other, planned),
         profile=other,
         admit=admit,
         record_bytes=records,
@@ -146,6 +164,9 @@ def simulate_command(
         progress=True,
     )
     words = verdict(found, speeds)
+    for run in found.runs:
+        if planned is not None and run.policy == planned.policy:
+            words = f"The plan's policy is {run.policy}: {100 * run.hit_rate:.1f} % hits here. {words}"
     if json_path is not None:
         facts = {"trace": str(trace), "model": asdict(loaded.model), "admit": admit, "verdict": words}
         facts |= {"skipped": dict(loaded.skipped), "rates": None if speeds is None else asdict(speeds)}
@@ -174,19 +195,21 @@ def _budgets(slots: list[int] | None, vram: str | None, records: list[int] | Non
     return sorted(set(slots))
 
 
-def _planned(path: Path, model: TraceModel | None, layers: Sequence[int], other: object) -> list[int]:
+def _planned(plan: Plan, layers: Sequence[int], other: object) -> list[int]:
     """The slots of a plan, for each of these layers."""
     if other and click.get_current_context().get_parameter_source("vram") != ParameterSource.ENVIRONMENT:
         raise ArgumentError("--plan says how many slots there are: give no --slots and no --vram")
-    plan = Plan.load(path, model)
     return [plan.of(layer).slots for layer in layers]
 
 
-def _policies(text: str, trace: Trace, profile: Trace | None) -> list[str]:
+def _policies(text: str, trace: Trace, profile: Trace | None, plan: Plan | None) -> list[str]:
     if text != "all":
-        return [policy.replace(";", ",") for policy in text.split(",")]
+        return split_policies(text)
     usable = [name for name in POLICIES if name != "static-prompt" or not trace.decode.all()]
-    return usable + (["static-profile"] if profile is not None else [])
+    usable += ["static-profile"] if profile is not None else []
+    if plan is not None and plan.policy not in (*usable, "static-prompt", "static-profile"):
+        usable.append(plan.policy)
+    return usable
 
 
 # ----------------------------------------------------------------------------------------------------- tables

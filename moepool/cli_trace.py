@@ -36,12 +36,7 @@ def reading_options(command: _F) -> _F:
 
 def load(path: Path, model: TraceModel | None, experts: int | None, lenient: bool) -> Trace:
     """A trace as `reading_options` ask for it."""
-    trace = Trace.load(path, model, lenient=lenient)
-    if experts is None or model is not None:
-        return trace
-    if trace.model.fingerprint and trace.model.experts != experts:
-        raise ArgumentError(f"trace {path} is of a model of {trace.model.experts} experts, not {experts}")
-    return trace.of(TraceModel(experts, trace.model.k, trace.model.layers, trace.model.fingerprint))
+    return Trace.load(path, model, lenient=lenient, experts=experts)
 
 
 def _loaded(paths: tuple[Path, ...], model: Path | None, experts: int | None, lenient: bool) -> list[Trace]:

@@ -181,6 +181,7 @@ class Pool:
         :meth:`resize` changes it.
     experts : int
     device, miss : str
+    prompt_tokens : int
     policy : Policy
 
     Raises
@@ -252,6 +253,7 @@ class Pool:
         self.device = arrays.device_name(self._device)
         self.policy = policy
         self.miss = miss
+        self.prompt_tokens = count("prompt_tokens", prompt_tokens)
         self._handle = handles.PoolHandle(
             layer._store,
             None if hot is None else _experts("hot", hot, layer.experts),
@@ -261,7 +263,7 @@ class Pool:
             device=self._device,
             **policy.config(),
             miss=choice("miss", miss, handles.MISSES),
-            prompt_tokens=count("prompt_tokens", prompt_tokens),
+            prompt_tokens=self.prompt_tokens,
             admit=-1 if admit is None else count("admit", admit),
             budget_bytes=0 if budget_bytes is None else count("budget_bytes", budget_bytes, 1, _INT64),
         )

@@ -6,7 +6,7 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from moepool import arrays
+from moepool.checks import count
 from moepool.cpu import get_threads
 from moepool.errors import ArgumentError, FormatError
 from moepool.ffn import ExpertFFN
@@ -71,6 +72,18 @@ class Rates:
     layer: float | None = None
     threads: int = 0
     card: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("host", "host_layer", "memory", "link", "layer"):
+            value = getattr(self, name)
+            if value is None and name in ("memory", "link", "layer"):
+                continue
+            if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
+                raise ArgumentError(f"{name} is {value!r}; it must be a number above 0")
+        count("threads", self.threads)
+        for name in ("device", "card"):
+            if not isinstance(getattr(self, name), str):
+                raise ArgumentError(f"{name} is {getattr(self, name)!r}; it must be a string")
 
     def layer_seconds(self, miss: str, hit: float, missed: float, filled: float = 0.0) -> float:
         """What a layer of a token takes.
@@ -159,17 +172,18 @@ class Rates:
             It cannot be read.
         """
         try:
-            values: Mapping[str, Any] = json.loads(Path(path).read_text(encoding="utf-8"))
-            rates = cls(**values)
-            numbers = [rates.host, rates.host_layer, *filter(None, (rates.memory, rates.link, rates.layer))]
-            if not all(float(number) > 0 for number in numbers):
-                raise ValueError("a rate that is not positive")
+            values = json.loads(Path(path).read_text(encoding="utf-8"))
         except OSError as error:
             raise ArgumentError(f"rates {path}: {error.strerror}") from None
-        except (ValueError, TypeError) as error:
-            names = ", ".join(f.name for f in fields(cls))
-            raise FormatError(f"rates {path}: {error}; expected an object of {names}") from None
-        return rates
+        except (ValueError, RecursionError):
+            values = None
+        names = [f.name for f in fields(cls)]
+        if not isinstance(values, dict) or not {"device", "host", "host_layer"} <= set(values) <= set(names):
+            raise FormatError(f"rates {path}: expected an object of {', '.join(names)}")
+        try:
+            return cls(**values)
+        except ArgumentError as error:
+            raise FormatError(f"rates {path}: {error}") from None
 
 
 def measure_rates(device: str = "cpu") -> Rates:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from moepool import _sim
-from moepool.checks import count, integer
+from moepool.checks import INT32, count, integer
 from moepool.cpu import get_threads
-from moepool.errors import ArgumentError
+from moepool.errors import ArgumentError, FormatError
 from moepool.policy import Policy
 from moepool.pool import Phase, Pool, Route
-from moepool.trace import Trace
+from moepool.trace import Trace, must_fit
 
 __all__ = ["POLICIES", "Chooser", "ChosenPool", "Simulation", "SimulationRun", "parse_policy", "simulate"]
 
@@ -24,6 +25,13 @@ Int64 = npt.NDArray[np.int64]
 POLICIES = ("belady", "static", "static-prompt", "lru", "lfu", "lfru", "slru", "reelect", "pinned")
 """What :func:`simulate` knows by name: the policies of pools, three ways to choose what stays, and the
 bound."""
+
+_MOST_RECORD_BYTES = 1 << 40
+
+_OPTIONS = {field.name for field in fields(Policy)} - {"name"}
+
+_STATIC_BY = ("static-prompt", "static-profile")
+"""Simulated ways to choose what "static" keeps in pools."""
 
 _COUNTS = (
     "steps",
@@ -41,7 +49,7 @@ class Chooser(_sim.Chooser):
     """Base of policies written in Python: one names whom each step admits, and where.
 
     It is simulated by :func:`simulate`, and runs a pool through :class:`ChosenPool`. It must be
-    deterministic for the two to count the same.
+    deterministic for the two to count the same. An `__init__` of its own must call `super().__init__()`.
 
     Examples
     --------
@@ -94,7 +102,9 @@ class Chooser(_sim.Chooser):
             Experts to admit, each missing, and the slot of each, which must not hold a wanted one. It may be
             empty.
         """
-        raise NotImplementedError
+        raise NotImplementedError(
+            f"{type(self).__name__} has no method choose(self, tick, wanted, missing, expert_in)"
+        )
 
 
 class Recorded(Chooser):
@@ -108,11 +118,8 @@ class Recorded(Chooser):
 
     def __init__(self, trace: Trace) -> None:
         super().__init__()
-        wants = (trace.ids >= 0).any(axis=1)
         self._layers = np.unique(trace.layer).tolist()
-        self._steps = {
-            layer: np.unique(trace.step[(trace.layer == layer) & wants]).tolist() for layer in self._layers
-        }
+        self._steps = {layer: _steps_that_want(trace, layer) for layer in self._layers}
         self._choices: dict[tuple[int, int], list[tuple[int, int]]] = {}
         for step, layer, expert, slot in trace.admissions.tolist():
             self._choices.setdefault((layer, step), []).append((expert, slot))
@@ -136,6 +143,17 @@ class Recorded(Chooser):
         """What was recorded of this step."""
         layer = self._layers[self._at]
         return self._choices.get((layer, self._steps[layer][tick - 1]), [])
+
+
+def _steps_that_want(trace: Trace, layer: int) -> list[int]:
+    """The step of each resolve of a layer that wants anybody: rows of one step and phase are one."""
+    rows = np.flatnonzero(trace.layer == layer)
+    if not len(rows):
+        return []
+    step, decode = trace.step[rows], trace.decode[rows]
+    begins = np.flatnonzero(np.r_[True, (np.diff(step) != 0) | (decode[1:] != decode[:-1])])
+    wants = np.logical_or.reduceat((trace.ids[rows] >= 0).any(axis=1), begins)
+    return step[begins[wants]].tolist()  # type: ignore[no-any-return]
 
 
 class ChosenPool:
@@ -167,36 +185,50 @@ class ChosenPool:
         self._slots = pool.slots
         chooser.begin(pool.experts, pool.slots)
 
-    def resolve(self, ids: Any, phase: Phase = "decode", stream: Any = None) -> Route:
+    def resolve(self, ids: Any, phase: Phase = "auto", stream: Any = None) -> Route:
         """Takes one step, as :meth:`Pool.resolve` does.
 
         Parameters
         ----------
         ids : array of int, or nested list of int
             (tokens, k), in host memory.
-        phase : {"decode", "prompt"}
-            A prompt step leaves the pool as it is.
+        phase : {"auto", "decode", "prompt"}
+            As for :meth:`Pool.resolve`. A prompt step leaves the pool as it is.
         stream : optional
             As for :meth:`Pool.resolve`.
 
         Raises
         ------
         ArgumentError
-            The policy names experts or slots that the step cannot admit; or as :meth:`Pool.resolve`.
+            The policy names experts or slots that the step cannot admit; or as :meth:`Pool.resolve`, before
+            the policy is asked.
         """
-        if phase not in ("decode", "prompt"):
-            raise ArgumentError(f"phase is {phase!r}; it must be 'decode' or 'prompt'")
         places = np.asarray(ids)
+        if phase == "auto" and places.ndim == 2:
+            phase = "prompt" if len(places) > self.pool.prompt_tokens else "decode"
+        if phase != "decode" or not self._can_be_resolved(ids, places):
+            return self.pool.resolve(ids, phase, stream)  # nobody is admitted, or an error
         wanted = np.unique(places[places >= 0]).tolist()
-        if phase == "prompt" or not 0 < len(wanted) <= self._slots:
-            return self.pool.resolve(ids, phase, stream)  # nobody is admitted
+        if not 0 < len(wanted) <= self._slots:
+            return self.pool.resolve(ids, phase, stream)
         slot_of, expert_in = self.pool.residents()
-        if wanted[-1] >= len(slot_of):
-            return self.pool.resolve(ids, phase, stream)  # an error that names the place
         missing = [expert for expert in wanted if slot_of[expert] < 0]
         tick = self.pool.stats().steps + 1
         choices = self.chooser.choose(tick, wanted, missing, expert_in.tolist())
+        if not isinstance(choices, Iterable):
+            raise ArgumentError(
+                f"{type(self.chooser).__name__}: step {tick}: choose gave {choices!r}, not pairs of an "
+                "expert and a slot"
+            )
         return self.pool.resolve(ids, phase, stream, admissions=list(choices))
+
+    def _can_be_resolved(self, ids: Any, places: npt.NDArray[Any]) -> bool:
+        """Whether :meth:`Pool.resolve` takes these ids: the policy is not to learn of others."""
+        if places.ndim != 2 or places.dtype.kind != "i":
+            return False
+        if hasattr(ids, "dtype") and places.dtype not in (np.int32, np.int64):
+            return False
+        return bool(((places >= -1) & (places < self.pool.experts)).all())
 
 
 class Candidate(NamedTuple):
@@ -205,7 +237,7 @@ class Candidate(NamedTuple):
     name: str
     policy: Policy | None  # None: Belady's optimum, or a Chooser
     chooser: Chooser | None
-    attainable: bool  # without knowing the future
+    attainable: bool  # without knowing the future, and by other runs than the trace's
 
 
 @dataclass(frozen=True, eq=False)
@@ -216,7 +248,7 @@ class SimulationRun:
     ----------
     policy : str
     attainable : bool
-        False if the policy knows the future, or what is hot in it.
+        False if the policy knows the future, or what is hot in it, or only repeats what was recorded.
     slots : tuple of int
         Of each layer.
     by_layer : dict of str to numpy.ndarray
@@ -334,7 +366,7 @@ class Simulation:
         ArgumentError
             It was not simulated.
         """
-        wanted = _per_layer(slots, len(self.layers))
+        wanted = per_layer("slots", slots, len(self.layers))
         for run in self.runs:
             if run.policy == policy and run.slots == wanted:
                 return run
@@ -392,7 +424,8 @@ def simulate(
     profile : Trace, optional
         Of another run of the model: what "static-profile" and "pinned" go by.
     admit : int, optional
-        The most experts admitted a step; None is no limit.
+        The most experts admitted a step; None is no limit. It does not hold "belady" back, which stays the
+        bound, nor what a Chooser or "recorded" names.
     record_bytes : int or sequence of int, optional
         Of one expert, for every layer or for each: gives bytes beside counts.
     threads : int, optional
@@ -407,7 +440,8 @@ def simulate(
     Raises
     ------
     ArgumentError
-        The trace has no rows, a policy is unknown, or numbers do not fit the trace's layers.
+        The trace has no rows, a policy is unknown, the profile is of another model, or numbers do not fit
+        the trace's layers.
 
     Examples
     --------
@@ -424,9 +458,17 @@ def simulate(
     if not layers:
         raise ArgumentError("the trace has no rows: there is nothing to simulate")
     experts = trace.model.experts
-    budgets = [slots] if isinstance(slots, int) else list(slots)
-    each = [_capped(_per_layer(n, len(layers)), experts) for n in budgets]
-    sizes = None if record_bytes is None else _per_layer(record_bytes, len(layers))
+    budgets = list(slots) if isinstance(slots, Iterable) else [slots]
+    each = [_capped(per_layer("slots", n, len(layers)), experts) for n in budgets]
+    sizes = None
+    if record_bytes is not None:
+        sizes = per_layer("record_bytes", record_bytes, len(layers), 1, _MOST_RECORD_BYTES)
+    if threads is not None:
+        threads = count("threads", threads, 1)
+    if profile is not None:
+        profile = _fitting(profile, trace)
+    if isinstance(policies, str | Policy | Chooser):
+        raise ArgumentError(f"policies is {policies!r}; it must be a list: [{policies!r}]")
     candidates = [_candidate(policy, trace, profile) for policy in policies]
     replay = _sim.Replay(trace.step, trace.layer, trace.decode, trace.ids, layers, experts)
     options = [
@@ -465,15 +507,26 @@ def _progress(bar: Any) -> Callable[[int], None] | None:
     return lambda done: bar.update(done - bar.n)
 
 
-def _per_layer(value: Any, layers: int) -> tuple[int, ...]:
-    """A number for each layer."""
-    if isinstance(value, Sequence | np.ndarray):
-        numbers = tuple(integer("slots", n) for n in value)
+def _fitting(profile: Trace, trace: Trace) -> Trace:
+    """A profile as a trace of the model of another trace."""
+    try:
+        must_fit("the profile", profile.model, trace.model)
+    except FormatError as error:
+        raise ArgumentError(
+            f"{error}. If the files do not tell it, name the model when they are read (--model)"
+        ) from None
+    return profile.of(trace.model)
+
+
+def per_layer(name: str, value: Any, layers: int, low: int = 0, high: int = INT32) -> tuple[int, ...]:
+    """A number for each layer, from `low` to `high`."""
+    if isinstance(value, Sequence | np.ndarray) and not isinstance(value, str):
+        numbers = tuple(integer(name, n) for n in value)
         if len(numbers) != layers:
             raise ArgumentError(f"{len(numbers)} numbers for the {layers} layers of the trace: {value}")
     else:
-        numbers = (integer("slots", value),) * layers
-    return tuple(count("slots", n) for n in numbers)
+        numbers = (integer(name, value),) * layers
+    return tuple(count(name, n, low, high) for n in numbers)
 
 
 def _capped(slots: tuple[int, ...], experts: int) -> tuple[int, ...]:
@@ -481,7 +534,7 @@ def _capped(slots: tuple[int, ...], experts: int) -> tuple[int, ...]:
 
 
 def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
-    """Splits "lfu:half_life=64,guard" into a name and options.
+    """Splits "lfu:half_life=64,guard" into a name and options; semicolons do as well as commas.
 
     Raises
     ------
@@ -495,12 +548,31 @@ def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
     """
     name, _, rest = text.partition(":")
     options: dict[str, Any] = {}
-    for option in filter(None, rest.split(",")):
+    for option in filter(None, map(str.strip, re.split("[,;]", rest))):
         key, equals, value = option.partition("=")
-        if equals and not value.lstrip("-").isdigit():
+        if equals and not re.fullmatch("-?[0-9]{1,18}", value):
             raise ArgumentError(f"{option!r} of policy {text!r} is not name=integer")
         options[key.replace("-", "_")] = int(value) if equals else True
     return name, options
+
+
+def split_policies(text: str) -> list[str]:
+    """A list of policies as it is written on the command line; what follows a name as its option stays with
+    it.
+
+    Examples
+    --------
+    >>> split_policies("lru,lfu:half_life=64,guard,belady,slru:guard;protected_percent=50")
+    ['lru', 'lfu:half_life=64,guard', 'belady', 'slru:guard,protected_percent=50']
+    """
+    out: list[str] = []
+    for part in map(str.strip, re.split("[,;]", text)):
+        key = part.partition("=")[0].replace("-", "_")
+        if out and ":" in out[-1] and ":" not in part and ("=" in part or key in _OPTIONS):
+            out[-1] += ("" if out[-1].endswith(":") else ",") + part
+        else:
+            out.append(part)
+    return out
 
 
 def policy_from(text: str) -> Policy:
@@ -518,6 +590,18 @@ def policy_from(text: str) -> Policy:
         raise ArgumentError(f"policy {text!r} has an option that no policy knows") from None
 
 
+def pool_policy(text: str) -> Policy:
+    """The policy of pools that a simulated one stands for.
+
+    Examples
+    --------
+    >>> pool_policy("static-prompt")
+    Policy('static')
+    """
+    name = parse_policy(text)[0]
+    return policy_from(text.replace(name, "static", 1) if name in _STATIC_BY else text)
+
+
 def _candidate(value: str | Policy | Chooser, trace: Trace, profile: Trace | None) -> Candidate:
     if isinstance(value, Chooser):
         return Candidate(type(value).__name__, None, value, True)
@@ -533,14 +617,15 @@ def _candidate(value: str | Policy | Chooser, trace: Trace, profile: Trace | Non
     if name == "recorded" and not options:
         if not len(trace.admissions):
             raise ArgumentError("the trace has no admissions: 'recorded' repeats those of PoolRecorder")
-        return Candidate(name, None, Recorded(trace), True)
+        return Candidate(name, None, Recorded(trace), False)
     if name == "static-prompt" and trace.decode.all():
         raise ArgumentError("static-prompt needs a trace with rows of prompts")
     if name == "static-profile" and profile is None:
         raise ArgumentError("static-profile needs the trace of another run as profile")
-    known = name.startswith("static-")
-    policy = policy_from(value.replace(name, "static", 1) if known else value)
-    attainable = known or name not in ("static", "pinned") or (name == "pinned" and profile is not None)
+    policy = pool_policy(value)
+    attainable = (
+        name in _STATIC_BY or name not in ("static", "pinned") or (name == "pinned" and profile is not None)
+    )
     return Candidate(value, policy, None, attainable)
 
 

@@ -16,7 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from moepool import tracefile
-from moepool.errors import ArgumentError, DtypeError, FormatError, IdError, MoePoolError, warn
+from moepool.checks import count
+from moepool.errors import ArgumentError, DtypeError, FormatError, IdError, MoePoolError, StateError, warn
 from moepool.pool import Pool
 from moepool.pooltrace import PoolTrace, TracedSteps
 from moepool.tracefile import Form, Rows, TraceModel
@@ -132,7 +133,7 @@ class Trace:
     IdError
         An id or a layer is not one of the model's.
     ArgumentError
-        Shapes do not fit one another, or steps fall.
+        Shapes do not fit one another, steps fall, or a number is out of its range.
 
     Examples
     --------
@@ -178,6 +179,14 @@ class Trace:
             raise IdError(
                 f"id {self.ids[at, place]} at row {at}, place {place} is outside [-1, {model.experts})"
             )
+        if len(self.step) and not 0 <= self.step[0] <= self.step[-1] < tracefile.LIMIT:
+            raise ArgumentError(
+                f"steps are from {self.step[0]} to {self.step[-1]}; they must be in [0, 10^18)"
+            )
+        if np.any((self.pos <= -tracefile.LIMIT) | (self.pos >= tracefile.LIMIT)):
+            raise ArgumentError("a position has more than 18 digits")
+        if wrong_one := tracefile.wrong_admission(self.admissions, model):
+            raise ArgumentError(wrong_one)
         for array in (self.step, self.layer, self.pos, self.decode, self.ids, self.admissions):
             array.flags.writeable = False
 
@@ -185,7 +194,12 @@ class Trace:
 
     @classmethod
     def load(
-        cls, path: str | os.PathLike[str], model: TraceModel | None = None, *, lenient: bool = False
+        cls,
+        path: str | os.PathLike[str],
+        model: TraceModel | None = None,
+        *,
+        lenient: bool = False,
+        experts: int | None = None,
     ) -> Trace:
         """Reads a file: the plain CSV of llama.cpp's forks, or one that :meth:`save` wrote.
 
@@ -197,6 +211,8 @@ class Trace:
             experts and layers as occur in it.
         lenient : bool
             Leave out what is damaged or out of range, count it in `skipped` and warn, instead of failing.
+        experts : int, optional
+            How many a layer has, where neither `model` nor the file tells.
 
         Returns
         -------
@@ -205,7 +221,8 @@ class Trace:
         Raises
         ------
         FormatError
-            The file is damaged, cut, or of another model; the message has the line or the byte.
+            The file is damaged, cut, or of another model; the message has the line or the byte. Or nothing
+            is left of it.
         ArgumentError
             It cannot be read.
 
@@ -217,19 +234,26 @@ class Trace:
         <Trace of 4 rows, 2 of prompts: 1 layer, 8 experts, top-2>
         """
         file = Path(path)
-        reading = tracefile.read(file, model, lenient)
+        most = tracefile.MOST_EXPERTS
+        if experts is not None:
+            most = count("experts", experts, 1, most)
+        reading = tracefile.read(file, model, lenient, most)
         rows = reading.rows
         found = reading.model or model
         if found is None:
-            most = int(rows.ids.max(initial=0)) + 1
-            found = TraceModel(most, rows.ids.shape[1], int(rows.layer.max(initial=0)) + 1)
+            found = _model_in(file, rows, reading.skipped, experts)
         elif model is not None:
-            _must_fit(f"trace {file}", found, model)
+            must_fit(f"trace {file}", found, model)
+        elif experts is not None:
+            if found.experts > experts or (found.fingerprint and found.experts < experts):
+                raise FormatError(f"trace {file} is of a model of {found.experts} experts, not {experts}")
+            found = replace(found, experts=experts)
         trace = cls._of(found if model is None else model, rows)
         trace.skipped = reading.skipped
         if reading.skipped:
-            told = ", ".join(f"{count} x {reason}" for reason, count in reading.skipped.items())
-            warn(f"trace {file}: left out {reading.skipped.total()}: {told}")
+            if not len(trace):
+                raise FormatError(f"trace {file}: nothing is left of it: {_counted(reading.skipped)}")
+            warn(f"trace {file}: left out {reading.skipped.total()}: {_counted(reading.skipped)}")
         return trace
 
     def save(self, path: str | os.PathLike[str], form: Form | None = None) -> None:
@@ -245,10 +269,16 @@ class Trace:
         Raises
         ------
         ArgumentError
-            The name does not tell the form, or the plain form cannot hold the trace's admissions.
+            The name does not tell the form, or the plain form cannot hold the trace's admissions, or decode
+            rows of negative positions.
         """
         file = Path(path)
         form = form or tracefile.form_of(file)
+        if form == "plain" and np.any(self.decode & (self.pos < 0)):
+            raise ArgumentError(
+                "the plain form takes rows of negative positions for prompts, and a decode row has one: "
+                "write csv or binary"
+            )
         if form == "plain" and len(self.admissions):
             raise ArgumentError(
                 f"the plain form has no place for {len(self.admissions)} admissions: write csv or binary"
@@ -362,7 +392,7 @@ class Trace:
         FormatError
             It is of another model.
         """
-        _must_fit("the trace", self.model, model)
+        must_fit("the trace", self.model, model)
         return Trace._of(model, self._rows)
 
     # -------------------------------------------------------------------------------------------------- facts
@@ -401,14 +431,22 @@ class Trace:
         phase : {"prompt", "decode"}, optional
             Count rows of this phase only.
 
+        Raises
+        ------
+        ArgumentError
+            A number is negative, or there is not one for each layer.
+
         Examples
         --------
         >>> model = moepool.TraceModel(experts=8, k=2, layers=1)
         >>> moepool.Trace(model, [0, 1], [0, 0], [0, 1], [True, True], [[3, 1], [3, 5]]).hottest(2)
         [[3, 1]]
         """
+        many = isinstance(slots, Sequence | np.ndarray) and np.ndim(slots) > 0
+        each = [count("slots", n) for n in (slots if many else [slots] * self.model.layers)]  # type: ignore[union-attr]
+        if len(each) != self.model.layers:
+            raise ArgumentError(f"{len(each)} numbers of slots for {self.model.layers} layers")
         order = np.argsort(-self.counts(phase), axis=1, kind="stable")
-        each = [slots] * self.model.layers if isinstance(slots, int) else slots
         return [row[:n].tolist() for row, n in zip(order, each, strict=True)]
 
     def info(self) -> TraceInfo:
@@ -465,13 +503,31 @@ def _column(
     ):
         wanted = ", ".join("rows" if n is None else str(n) for n in shape)
         raise ArgumentError(f"{name} has shape {array.shape}, expected ({wanted})")
+    if array.dtype == np.uint64 and array.size and array.max() > np.iinfo(np.int64).max:
+        raise ArgumentError(f"{name} has {array.max()}, which is out of any range")
     # Ids that do not fit int32 are out of any model's range: caught by the check of the range.
     if dtype == np.int32:
         array = np.clip(array, -(2**31), 2**31 - 1)
     return array.astype(dtype)
 
 
-def _must_fit(what: str, found: TraceModel, model: TraceModel) -> None:
+def _model_in(file: Path, rows: Rows, skipped: Counter[str], experts: int | None) -> TraceModel:
+    """A model that a file in the plain form can be of, which does not tell."""
+    if not len(rows.step):
+        why = f"nothing is left of it: {_counted(skipped)}" if skipped else "it has no rows"
+        raise FormatError(f"trace {file}: {why}")
+    most = experts or int(rows.ids.max(initial=0)) + 1
+    try:
+        return TraceModel(most, rows.ids.shape[1], int(rows.layer.max()) + 1)
+    except ArgumentError as error:
+        raise FormatError(f"trace {file}: what occurs in it is no model: {error}") from None
+
+
+def _counted(skipped: Counter[str]) -> str:
+    return ", ".join(f"{count} x {reason}" for reason, count in skipped.items())
+
+
+def must_fit(what: str, found: TraceModel, model: TraceModel) -> None:
     """Refuses a trace of another model."""
     if found.k != model.k or found.experts > model.experts or found.layers > model.layers:
         differ = True
@@ -501,6 +557,24 @@ def _common(models: list[TraceModel]) -> TraceModel:
     if widest != replace(model, fingerprint=""):
         raise ArgumentError(f"traces of different models: {_told(widest)} does not fit {_told(model)}")
     return model
+
+
+def _check_pools(model: TraceModel, pools: Sequence[Pool]) -> None:
+    blocks = [pool.layer.block for pool in pools]
+    if len(set(blocks)) < len(blocks):
+        raise ArgumentError(f"pools of layers {blocks}: one for each layer can be recorded")
+    for pool in pools:
+        if not 0 <= pool.layer.block < model.layers or pool.experts > model.experts:
+            raise ArgumentError(
+                f"a pool of layer {pool.layer.block} with {pool.experts} experts; the model has "
+                f"{_told(model)}"
+            )
+    # Others than the last may have no experts.
+    if model.layers - 1 not in blocks:
+        warn(
+            f"the model has {model.layers} layers, and pools of {sorted(blocks)} are recorded: the trace has "
+            "no others"
+        )
 
 
 Observer = Callable[[int, npt.NDArray[np.int32]], None]
@@ -580,11 +654,24 @@ class PoolRecorder:
     ----------
     model : TraceModel
     pools : sequence of Pool
-        One for each layer. Every step has to go through all of them.
+        One for each layer with experts. Every step has to go through all of them, and each call of
+        :meth:`step` announces one.
     admissions : bool
-        Keep whom the steps admitted too.
+        Keep whom the steps admitted too, which "recorded" of :func:`simulate` repeats. They are left out,
+        with a warning, if they do not tell all that was resident: if a pool was not empty at first, was
+        prefetched or resized, or loaded a state.
     room_bytes : int, optional
         Of each pool's ring on a GPU, as for :meth:`Pool.trace`. It is drained every so many steps.
+
+    Raises
+    ------
+    ArgumentError
+        Two pools serve the same layer, or one serves none of the model's.
+
+    Warns
+    -----
+    MoePoolWarning
+        The model's last layer has no pool.
 
     Examples
     --------
@@ -604,13 +691,20 @@ class PoolRecorder:
         admissions: bool = False,
         room_bytes: int = 1 << 20,
     ) -> None:
+        pools = list(pools)
+        _check_pools(model, pools)
         self.model = model
-        self._keeps_admissions = admissions
+        self._pools = pools
+        # Who is in each slot, as far as what was recorded tells; None where admissions are not kept.
+        self._tables = [np.full(pool.slots, -1, np.int32) for pool in pools] if admissions else None
+        self._astray = ""  # why admissions do not tell it
+        self._error: StateError | None = None
         # A step takes less than 64 bytes and 16 a place; half the room is kept for steps of many tokens.
         self._every = max(room_bytes // 2 // (64 + 16 * model.k), 1)
         self._pos: list[int] = []
-        self._before = [pool.stats().steps for pool in pools]
         self._drained: list[list[TracedSteps]] = [[] for _ in pools]
+        if self._tables is not None:
+            self._follow("was not empty when recording began")
         self._traces: list[PoolTrace] = [pool.trace(room_bytes) for pool in pools]
 
     def step(self, pos: int, decode: bool) -> None:
@@ -621,7 +715,29 @@ class PoolRecorder:
 
     def _drain(self) -> None:
         for steps, trace in zip(self._drained, self._traces, strict=True):
-            steps.append(trace.drain())
+            try:
+                steps.append(trace.drain())
+            except StateError as error:
+                # Passes are told apart by counting steps: behind a gap they would be others.
+                self._error = self._error or error
+                raise
+        if self._tables is None or self._astray:
+            return
+        for table, parts in zip(self._tables, self._drained, strict=True):
+            if len(parts[-1].prefetched):
+                self._astray = f"the pool of layer {parts[-1].layer} was prefetched"
+                return
+            _, _, expert, slot = parts[-1].admissions.T
+            known = slot < len(table)
+            for e, s in zip(expert[known].tolist(), slot[known].tolist(), strict=True):  # the last one stays
+                table[s] = e
+        self._follow("was resized, or loaded a state, or took steps meanwhile")
+
+    def _follow(self, reason: str) -> None:
+        """Compares what was recorded with who is resident."""
+        for table, pool in zip(self._tables or [], self._pools, strict=True):
+            if not self._astray and not np.array_equal(pool.residents()[1], table):
+                self._astray = f"the pool of layer {pool.layer.block} {reason}"
 
     def trace(self) -> Trace:
         """What has been recorded so far. Waits for steps under way on a GPU.
@@ -629,23 +745,35 @@ class PoolRecorder:
         Raises
         ------
         StateError
-            A ring ran full: steps are missing.
+            A ring ran full: steps are missing. Told again by each call.
         """
+        if self._error is not None:
+            raise self._error
         if self._traces:
             self._drain()
         columns: list[tuple[npt.NDArray[Any], ...]] = []
         admissions = [np.empty((0, 4), np.int64)]
-        for before, parts in zip(self._before, self._drained, strict=True):
+        begun = np.array([*self._pos, 0], np.int64)
+        for parts in self._drained:
+            # Steps are passes in their order: a pool does not count those that want nobody.
+            passes, ticks = 0, []
             for steps in parts:
-                # A pool counts its steps from 1, and none that wants nobody.
-                step = np.maximum(steps.step - before - 1, 0)
-                begun = np.array([*self._pos, 0], np.int64)
+                begins = steps.token == 0
+                step = np.cumsum(begins) - 1 + passes
+                passes += int(np.count_nonzero(begins))
+                ticks.append(steps.step[begins])
                 pos = begun[np.minimum(step, len(self._pos))] + steps.token
                 columns.append(
                     (step, np.full(len(step), steps.layer), pos, steps.decode, self._ids(steps.ids))
                 )
-                if self._keeps_admissions:
-                    admissions.append(steps.admissions - np.array([before + 1, 0, 0, 0]))
+            if self._tables is not None and not self._astray and ticks:
+                admitted = np.concatenate([steps.admissions for steps in parts])
+                # A step that wants nobody has the tick of the one before, and stands behind it.
+                admitted[:, 0] = np.searchsorted(np.concatenate(ticks), admitted[:, 0])
+                admissions.append(admitted)
+        if self._astray:
+            warn(f"admissions are left out of the trace: {self._astray}, so that they cannot be repeated")
+            admissions = admissions[:1]
         none = (*(np.empty(0, np.int64) for _ in range(3)), np.empty(0, np.bool_))
         empty = (*none, np.empty((0, self.model.k), np.int32))
         step, layer, pos, decode, ids = (np.concatenate(parts) for parts in zip(*columns, empty, strict=True))

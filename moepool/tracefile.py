@@ -29,7 +29,7 @@ import re
 import struct
 import zlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal, NoReturn
@@ -37,6 +37,7 @@ from typing import BinaryIO, Literal, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from moepool.checks import INT32, count
 from moepool.errors import ArgumentError, FormatError
 
 Form = Literal["plain", "csv", "binary"]
@@ -49,11 +50,17 @@ _VERSION = 1
 _COMMENT = "# moepool trace"
 _NAMES = ("step", "layer", "pos", "decode")
 _CHUNK = 1 << 22
-_BLOCK = 1 << 16
+_BLOCK = 1 << 11  # rows, all of which are lost with one damaged byte
 _WORDS = struct.Struct("<II")
 _BLOCK_HEAD = struct.Struct("<III")
 _ROWS, _ADMISSIONS, _END = 0, 1, 2
 _DIGITS = 18  # what an int64 holds without a look at the value
+LIMIT = 10**_DIGITS  # of steps, and of positions on both sides
+
+# Beyond these a trace is damaged: counting takes memory for every expert of every layer.
+MOST_LAYERS = 1 << 16
+MOST_EXPERTS = 1 << 24
+_MOST_COUNTS = 1 << 26
 
 
 @dataclass(frozen=True)
@@ -69,7 +76,13 @@ class TraceModel:
     layers : int
         Layers are counted as the blocks of the file are, from 0; they are below it.
     fingerprint : str
-        Of the router's weights, which quantising leaves as they are; "" if it is not known.
+        Of the router's weights, which quantising leaves as they are; "" if it is not known. Letters and
+        digits.
+
+    Raises
+    ------
+    ArgumentError
+        A number is none, or out of any model's range.
 
     Examples
     --------
@@ -81,6 +94,16 @@ class TraceModel:
     k: int
     layers: int
     fingerprint: str = ""
+
+    def __post_init__(self) -> None:
+        for name, most in (("experts", MOST_EXPERTS), ("k", 1 << 16), ("layers", MOST_LAYERS)):
+            object.__setattr__(self, name, count(name, getattr(self, name), 1, most))
+        if self.experts * self.layers > _MOST_COUNTS:
+            raise ArgumentError(
+                f"{self.layers} layers of {self.experts} experts; it must be at most {_MOST_COUNTS} in all"
+            )
+        if not isinstance(self.fingerprint, str) or not re.fullmatch(r"\w*", self.fingerprint):
+            raise ArgumentError(f"fingerprint is {self.fingerprint!r}; it must be letters and digits")
 
 
 @dataclass
@@ -123,8 +146,9 @@ def form_of(path: Path) -> Form:
 # ---------------------------------------------------------------------------------------------------- reading
 
 
-def read(path: Path, expected: TraceModel | None, lenient: bool) -> Reading:
-    """Reads a file of any form. `expected` limits ids and layers where the file does not tell its model.
+def read(path: Path, expected: TraceModel | None, lenient: bool, experts: int = MOST_EXPERTS) -> Reading:
+    """Reads a file of any form. `expected` limits ids and layers where the file does not tell its model, or
+    else `experts` limits ids.
 
     Raises
     ------
@@ -139,7 +163,7 @@ def read(path: Path, expected: TraceModel | None, lenient: bool) -> Reading:
             if file.read(len(MAGIC)) == MAGIC:
                 return _Binary(file, path, lenient).read()
             file.seek(0)
-            return _Text(file, path, expected, lenient).read()
+            return _Text(file, path, expected, lenient, experts).read()
     except OSError as error:
         raise ArgumentError(f"trace {path}: {error.strerror}") from None
 
@@ -147,8 +171,10 @@ def read(path: Path, expected: TraceModel | None, lenient: bool) -> Reading:
 class _Text:
     """Reads the plain form and ours. Numbers are parsed a few megabytes at once, in NumPy."""
 
-    def __init__(self, file: BinaryIO, path: Path, expected: TraceModel | None, lenient: bool) -> None:
-        self.file, self.path, self.lenient = file, path, lenient
+    def __init__(
+        self, file: BinaryIO, path: Path, expected: TraceModel | None, lenient: bool, experts: int
+    ) -> None:
+        self.file, self.path, self.lenient, self.experts = file, path, lenient, experts
         self.skipped: Counter[str] = Counter()
         self.line = 0  # lines read so far
         self.model: TraceModel | None = None
@@ -188,6 +214,10 @@ class _Text:
             if names.rstrip().decode("utf-8", "replace") != _header(self.model.k) or names[-1:] != b"\n":
                 self._fail(2, f"the columns are {names[:60]!r}, not {_header(self.model.k)!r}")
             return
+        if self.path.suffix == ".moetrace" and first:
+            raise FormatError(
+                f"trace {self.path}, byte 0: not a trace: it does not begin with {MAGIC.decode()}"
+            )
         self.file.seek(0)
         # The first line says how many columns there are.
         self.columns = max(first.count(b",") + 1, 3)
@@ -196,13 +226,19 @@ class _Text:
 
     def _parse_comment(self, line: bytes) -> TraceModel:
         text = line.decode("utf-8", "replace").strip()
-        words = re.fullmatch(rf"{_COMMENT} (\d+) experts=(\d+) k=(\d+) layers=(\d+) fingerprint=(\w*)", text)
+        number = rf"([0-9]{{1,{_DIGITS}}})"
+        words = re.fullmatch(
+            rf"{_COMMENT} {number} experts={number} k={number} layers={number} fingerprint=(\w*)", text
+        )
         if words is None:
             self._fail(1, f"not the head of a trace: {text[:80]!r}")
         version, experts, k, layers = map(int, words.groups()[:4])
         if version != _VERSION:
             self._fail(1, f"version {version} of the form; this moepool reads {_VERSION}")
-        return TraceModel(experts, k, layers, words[5])
+        try:
+            return TraceModel(experts, k, layers, words[5])
+        except ArgumentError as error:
+            self._fail(1, f"not the head of a trace: {error}")
 
     def _fail(self, line: int, reason: str) -> NoReturn:
         raise FormatError(f"trace {self.path}, line {line}: {reason}")
@@ -227,9 +263,13 @@ class _Text:
         line = line.removesuffix(b"\r")
         if self.ours and (line.startswith(_COMMENT.encode()) or line == _header(self.columns - 4).encode()):
             return "a second head: `moepool trace merge` joins files"
+        if not self.ours and line.replace(b" ", b"").startswith(b"pos,layer"):
+            return "not integers but the names of columns, which this form does not have: remove the line"
         numbers, expected = line.split(b","), self.columns
         if self.ours and line.startswith(b"+"):
             numbers[0], expected = numbers[0][1:], 4
+            if numbers[0].startswith(b"-"):
+                return "an admission in a step before the first"
         if not all(re.fullmatch(rb"-?\d+", number) for number in numbers):
             return "not integers"
         if any(len(number.lstrip(b"-")) > _DIGITS for number in numbers):
@@ -298,30 +338,23 @@ class _Text:
         """Keeps what the model can have routed."""
         lead = len(_NAMES) if self.ours else 2
         layer, ids = rows[:, 1], rows[:, lead:]
-        experts = np.iinfo(np.int32).max if self.limits is None else self.limits.experts
-        layers = np.iinfo(np.int32).max if self.limits is None else self.limits.layers
+        experts = self.experts if self.limits is None else self.limits.experts
+        layers = MOST_LAYERS if self.limits is None else self.limits.layers
         checks: list[tuple[NDArray[np.bool_], str]] = [
             ((layer >= 0) & (layer < layers), f"a layer outside [0, {layers})"),
             (np.asarray(((ids >= -1) & (ids < experts)).all(axis=1)), f"an id outside [-1, {experts})"),
         ]
         if self.ours:
-            highest = np.maximum.accumulate(np.concatenate([[self.last_step], rows[:, 0]]))
+            checks.append(((rows[:, 3] | 1) == 1, "decode is neither 0 nor 1"))
+            good = np.logical_and.reduce([passed for passed, _ in checks])
+            # Only rows that are kept say how far the steps have come.
+            highest = np.maximum.accumulate(np.r_[self.last_step, np.where(good, rows[:, 0], -1)])
             self.last_step = int(highest[-1])
-            checks += [
-                ((rows[:, 3] | 1) == 1, "decode is neither 0 nor 1"),
-                (rows[:, 0] >= highest[:-1], "a step before one above it"),
-            ]
-            step, layer, expert, slot = admissions.T
-            fits = (
-                (layer >= 0)
-                & (layer < layers)
-                & (expert >= 0)
-                & (expert < experts)
-                & (step >= 0)
-                & (slot >= 0)
+            checks.append((rows[:, 0] >= np.maximum(highest[:-1], 0), "a step before one above it"))
+            assert self.limits is not None
+            self.admissions.append(
+                self._good(admissions, admission_lines, [_admissions_check(admissions, self.limits)])
             )
-            reason = f"an admission outside of {layers} layers of {experts} experts"
-            self.admissions.append(self._good(admissions, admission_lines, [(fits, reason)]))
         self.rows.append(self._good(rows, lines, checks))
 
     def _good(self, table: Int64, lines: Int64, checks: list[tuple[NDArray[np.bool_], str]]) -> Int64:
@@ -352,6 +385,21 @@ class _Text:
             rows[:, len(_NAMES) if self.ours else 2 :].astype(np.int32),
             admissions,
         )
+
+
+def _admissions_check(admissions: Int64, model: TraceModel) -> tuple[NDArray[np.bool_], str]:
+    """Which rows of step, layer, expert and slot a pool of the model can have admitted."""
+    step, layer, expert, slot = admissions.T
+    good = (step >= 0) & (step < LIMIT) & (layer >= 0) & (layer < model.layers)
+    good &= (expert >= 0) & (expert < model.experts) & (slot >= 0) & (slot <= INT32)
+    return good, f"an admission outside of {model.layers} layers of {model.experts} experts"
+
+
+def wrong_admission(admissions: Int64, model: TraceModel) -> str:
+    """What is wrong with the first row that no pool of the model can have admitted, "" if nothing is."""
+    good, reason = _admissions_check(admissions, model)
+    at = int(np.argmin(good)) if len(good) else 0
+    return "" if good.all() else f"admission {admissions[at].tolist()} at row {at}: {reason}"
 
 
 def _numbers(data: NDArray[np.uint8], ends: Int64, digits: Int64) -> Int64:
@@ -391,6 +439,7 @@ class _Binary:
     def __init__(self, file: BinaryIO, path: Path, lenient: bool) -> None:
         self.file, self.path, self.lenient = file, path, lenient
         self.skipped: Counter[str] = Counter()
+        self.last_step = 0
 
     def read(self) -> Reading:
         model = self._model()
@@ -410,16 +459,16 @@ class _Binary:
                 break
             packed = self.file.read(size)
             if len(packed) < size:
-                self._wrong(at, "the file is cut inside a block")
+                self._wrong(at, "the file is cut inside a block", max(count, 1))
                 break
             content = self._unpack(kind, count, packed, model)
             if content is None:
-                self._wrong(at, "a damaged block", count)
+                self._wrong(at, "a damaged block", max(count, 1))
             elif isinstance(content, Rows):
                 self._check(content, model, at)
                 rows.append(content)
             else:
-                admissions.append(content)
+                admissions.append(self._good_admissions(content, model, at))
         return Reading(_joined(rows, admissions, model.k), model, self.skipped)
 
     def _model(self) -> TraceModel:
@@ -430,10 +479,11 @@ class _Binary:
                     f"trace {self.path}: version {version} of the form; this moepool reads {_VERSION}"
                 )
             return TraceModel(**json.loads(self.file.read(size)))
-        except (struct.error, ValueError, TypeError) as error:
+        except (struct.error, ValueError, TypeError, RecursionError) as error:
             if isinstance(error, FormatError):
                 raise
-            raise FormatError(f"trace {self.path}, byte {len(MAGIC)}: the head is damaged") from None
+            why = f": {error}" if isinstance(error, ArgumentError) else ""
+            raise FormatError(f"trace {self.path}, byte {len(MAGIC)}: the head is damaged{why}") from None
 
     def _wrong(self, at: int, reason: str, count: int = 1) -> None:
         if not self.lenient:
@@ -460,22 +510,51 @@ class _Binary:
             at += columns[-1].nbytes
         ids = np.frombuffer(data, id_type, offset=at).reshape(count, model.k).astype(np.int32)
         step, layer, pos, decode = columns
+        if not np.isin(decode, (0, 1)).all():
+            return None
         return Rows(np.cumsum(step), layer, np.cumsum(pos), decode != 0, ids, np.empty((0, 4), np.int64))
 
     def _check(self, rows: Rows, model: TraceModel, at: int) -> None:
         """A block may be whole and yet nonsense."""
         good = (rows.layer >= 0) & (rows.layer < model.layers)
         good &= ((rows.ids >= -1) & (rows.ids < model.experts)).all(axis=1)
+        self._keep(
+            rows,
+            good,
+            at,
+            lambda row: (
+                f"has layer {rows.layer[row]} and ids {rows.ids[row].tolist()}: outside of "
+                f"{model.layers} layers of {model.experts} experts"
+            ),
+        )
+        # Of the rows that are left: a step below the one before it, or a sum that has overflowed.
+        highest = np.maximum.accumulate(np.r_[self.last_step, np.where(rows.step < LIMIT, rows.step, 0)])
+        good = (rows.step >= highest[:-1]) & (rows.step < LIMIT) & (rows.pos > -LIMIT) & (rows.pos < LIMIT)
+        self.last_step = int(highest[-1])
+        self._keep(
+            rows,
+            good,
+            at,
+            lambda row: (
+                f"has step {rows.step[row]} behind {highest[row]} and position {rows.pos[row]}: steps "
+                "never fall, and both have at most 18 digits"
+            ),
+        )
+
+    def _keep(self, rows: Rows, good: NDArray[np.bool_], at: int, told: Callable[[int], str]) -> None:
+        """Leaves rows out, if that is allowed."""
         if not good.all():
             first = int(np.argmin(good))
-            self._wrong(
-                at,
-                f"row {first} of the block has layer {rows.layer[first]} and ids {rows.ids[first].tolist()}: "
-                f"outside of {model.layers} layers of {model.experts} experts",
-                int((~good).sum()),
-            )
+            self._wrong(at, f"row {first} of the block {told(first)}", int((~good).sum()))
             for name in ("step", "layer", "pos", "decode", "ids"):
                 setattr(rows, name, getattr(rows, name)[good])
+
+    def _good_admissions(self, admissions: Int64, model: TraceModel, at: int) -> Int64:
+        if wrong := wrong_admission(admissions, model):
+            good, _ = _admissions_check(admissions, model)
+            self._wrong(at, wrong, int((~good).sum()))
+            return admissions[good]
+        return admissions
 
 
 def _joined(rows: list[Rows], admissions: list[Int64], k: int) -> Rows:

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -139,10 +141,27 @@ def test_notes_say_what_does_not_fit(records: list[int]) -> None:
     assert "read over the link" in nothing.notes[0]
     assert nothing.notes[1] == "layers 0, 1, 2, 3 get no slots at all"
     all_of_it = make_plan(trace, 1 << 40, records, policy="static")
-    assert "of the budget are left" in " ".join(all_of_it.notes)
+    assert "of the budget are left: every expert has a slot" in " ".join(all_of_it.notes)
+    assert [layer.slots for layer in all_of_it.layers] == [32] * 4
     assert "expect less of others" in all_of_it.notes[-1]
     assert max(layer.slots for layer in all_of_it.layers) <= 32
     assert all_of_it.hit_rate == 1
+
+
+@pytest.mark.parametrize("policy", ["lru", "static"])
+def test_what_the_trace_has_no_use_for_is_given_out_too(records: list[int], policy: str) -> None:
+    """Another text may want those experts; and a short trace is told."""
+    at = np.arange(32)
+    few = Trace(TINY, at // 4, at % 4, at // 4, at >= 0, [[3, 5, 7, 9]] * 32)
+    plan = make_plan(few, 25 * sum(records), records, policy=policy)
+    assert [layer.slots for layer in plan.layers] == [25] * 4
+    assert any("short: 8 decoded tokens" in note for note in plan.notes)
+    assert "no further slot" not in " ".join(plan.notes)
+    assert [layer.slots for layer in make_plan(few, 1 << 40, records, policy=policy).layers] == [32] * 4
+    more = make_plan(skewed_trace(), 25 * sum(records) + 5, records, policy=policy)
+    assert more.budget_bytes - more.slot_bytes < max(records)
+    assert "of the budget are left: no further slot fits" in " ".join(more.notes)
+    assert not any("short" in note for note in more.notes)
 
 
 def test_arguments_are_checked(records: list[int]) -> None:
@@ -151,6 +170,15 @@ def test_arguments_are_checked(records: list[int]) -> None:
         make_plan(trace, 1, records, policy="belady")
     with pytest.raises(moepool.ArgumentError, match="policy is 'mru'"):
         make_plan(trace, 1, records, policy="mru")
+    with pytest.raises(moepool.ArgumentError, match="policy is 'static-promt'"):
+        make_plan(trace, 1, records, policy="static-promt")
+    for wrong, told in (
+        (0, "record_bytes is 0"),
+        ([1], "1 numbers for the 4 layers"),
+        ("x", "record_bytes is 'x'"),
+    ):
+        with pytest.raises(moepool.ArgumentError, match=told):
+            make_plan(trace, 1, wrong, policy="lru")  # type: ignore[arg-type]
     with pytest.raises(moepool.ArgumentError, match="budget_bytes is -1"):
         make_plan(trace, -1, records)
     with pytest.raises(moepool.ArgumentError, match="no rows of decode steps"):
@@ -194,16 +222,143 @@ def test_a_file_gives_back_the_plan(tmp_path: Path, records: list[int]) -> None:
         {"layers": [{}]},
         {"speed": 1},
         {"policy": "mru"},
+        {"policy": "static-promt"},
         {"model": None},
     ):
         (tmp_path / "bad.json").write_text(json.dumps(values | change))
-        with pytest.raises((moepool.FormatError, moepool.ArgumentError), match="mru|bad.json"):
+        with pytest.raises((moepool.FormatError, moepool.ArgumentError), match="static-promt|mru|bad.json"):
             Plan.load(tmp_path / "bad.json")
     (tmp_path / "bad.json").write_text("[")
     with pytest.raises(moepool.FormatError, match="bad.json"):
         Plan.load(tmp_path / "bad.json")
     with pytest.raises(moepool.ArgumentError, match="No such file"):
         Plan.load(tmp_path / "none.json")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"slots": "many"}, "slots of layer 0 is 'many'; it must be an integer"),
+        ({"slots": 3.7}, "slots of layer 0 is 3.7"),
+        ({"slots": None}, "slots of layer 0 is None"),
+        ({"slots": -2}, "slots of layer 0 is -2"),
+        ({"slots": 99}, "slots of layer 0 is 99; it must be from 0 to 32"),
+        ({"record_bytes": 0}, "record_bytes of layer 0 is 0"),
+        ({"hit_rate": 1.5}, "hit_rate of layer 0 is 1.5"),
+        ({"hot": [32]}, "hot expert of layer 0 is 32"),
+        ({"hot": [1, 1]}, "hot of layer 0 is"),
+        ({"hot": 7}, "hot is 7; it must be a list"),
+        ({"gains": [3]}, "a gain is 3; it must be a list of 2"),
+        ({"gains": [[1, 0.0]]}, "gains of layer 0 do not rise from 0"),
+        ({"gains": [[0, 0.0], [4, 1.0], [8, 0.5]]}, "gains of layer 0 do not rise from 0"),
+        ({"gains": [[0, "x"]]}, "hits in gains of layer 0 is 'x'"),
+        ({"speed": 1}, "entry 0 of layers has an unknown 'speed'"),
+    ],
+)
+def test_a_layer_that_makes_no_sense_is_refused(
+    tmp_path: Path, records: list[int], change: dict[str, Any], told: str
+) -> None:
+    file = tmp_path / "plan.json"
+    make_plan(skewed_trace(20), 40 * RECORD, records, policy="static").save(file)
+    values = json.loads(file.read_text())
+    values["layers"][0] |= change
+    file.write_text(json.dumps(values))
+    with pytest.raises(moepool.FormatError, match=f"plan {file}: .*{re.escape(told)}"):
+        Plan.load(file)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"layers": []}, "layers are []"),
+        ({"layers": {}}, "layers is {}; it must be a list"),
+        ({"layers": [3]}, "entry 0 of layers is 3; it must be an object"),
+        ({"model": None}, "the model is None; it must be an object"),
+        ({"model": {"experts": 32, "k": "x", "layers": 4, "fingerprint": ""}}, "k"),
+        ({"policy": 3}, "policy is 3"),
+        ({"policy": "static-promt"}, "policy is 'static-promt'"),
+        ({"miss": "bogus"}, "miss is 'bogus'; it must be 'stream'"),
+        ({"budget_bytes": "1GiB"}, "budget_bytes is '1GiB'"),
+        ({"seconds": "1"}, "seconds is '1'"),
+        ({"notes": [3]}, "notes are [3]"),
+        ({"reserve_bytes": -1}, "reserve_bytes is -1"),
+        ({"tokens": None}, "tokens is None"),
+    ],
+)
+def test_a_plan_that_makes_no_sense_is_refused(
+    tmp_path: Path, records: list[int], change: dict[str, Any], told: str
+) -> None:
+    file = tmp_path / "plan.json"
+    make_plan(skewed_trace(20), 40 * RECORD, records, policy="lru").save(file)
+    values = json.loads(file.read_text())
+    file.write_text(json.dumps(values | change))
+    with pytest.raises(moepool.FormatError, match=f"plan {file}: .*{re.escape(told)}"):
+        Plan.load(file)
+    del values["policy"]
+    file.write_text(json.dumps(values))
+    with pytest.raises(moepool.FormatError, match="the plan has no 'policy'"):
+        Plan.load(file)
+    for other in ("phase,layer,expert,count\n", "[]", "[" * 100_000, "3"):
+        file.write_text(other)
+        with pytest.raises(moepool.FormatError, match="this is no (file that `moepool plan -o` wrote|plan)"):
+            Plan.load(file)
+
+
+@pytest.mark.parametrize("policy", ["static", "pinned"])
+def test_hot_experts_go_with_the_slots(records: list[int], policy: str) -> None:
+    plan = make_plan(skewed_trace(), 60 * RECORD, records, policy=policy)
+    less = plan.within(14 * RECORD)
+    with moepool.ExpertStore.from_gguf(bundled_model(), progress=False) as store:
+        for layer, whole in zip(less.layers, plan.layers, strict=True):
+            assert layer.hot == whole.hot[: len(layer.hot)]
+            with less.pool(store[layer.layer]) as pool:
+                assert (pool.slots, len(layer.hot) <= pool.slots) == (layer.slots, True)
+        with plan.pool(store[0], slots=2) as pool:
+            assert pool.slots == 2
+    assert any(layer.hot for layer in less.layers)
+    if policy == "static":
+        assert [len(layer.hot) for layer in less.layers] == [layer.slots for layer in less.layers]
+
+
+def test_layers_of_fewer_experts_get_no_more_than_they_have() -> None:
+    """And such a plan fits its layers."""
+    model = TraceModel(32, 2, 2)
+    rng = np.random.default_rng(0)
+    ids = [rng.permutation((32, 12)[row % 2])[:2] for row in range(400)]
+    row = np.arange(400)
+    trace = Trace(model, row // 2, row % 2, row // 2, row >= 0, ids)
+    weights = [np.zeros((n, 32, 32), np.float32) for n in (32, 12)]
+    layers = [moepool.ExpertStore.from_arrays(weight=weight, qtype="q8_0")[0] for weight in weights]
+    size = layers[0].record_bytes
+    for budget in (9, 20, 40, 60):
+        for policy in ("lru", "static"):
+            plan = make_plan(trace, budget * size, size, experts=[32, 12], policy=policy)
+            assert [layer.experts for layer in plan.layers] == [32, 12]
+            assert plan.layers[1].slots <= 12
+            assert plan.layers[1].gains[-1][0] <= 12
+            alone = replace(plan, layers=(replace(plan.layers[1], layer=0),))
+            with alone.pool(layers[1]) as pool:
+                assert pool.slots == plan.layers[1].slots
+
+
+def test_no_layer_keeps_fewer_slots_than_a_token_has_places(records: list[int]) -> None:
+    """They bring nothing, since every step bypasses: others get them."""
+    trace = skewed_trace()
+    plan = make_plan(trace, 60 * RECORD, records, policy="lru")
+    for slots in range(61):
+        less = plan.within(slots * RECORD)
+        each = [layer.slots for layer in less.layers]
+        assert not any(0 < n < 4 for n in each), each
+        assert less.slot_bytes <= slots * RECORD
+        assert sum(each) >= 4 or slots < 4
+    assert any(
+        0 < layer.slots < 4 for n in range(61) for layer in _static(trace, records).within(n * RECORD).layers
+    )
+
+
+def _static(trace: Trace, records: list[int]) -> Plan:
+    """Whose slots are all of use."""
+    return make_plan(trace, 60 * RECORD, records, policy="static")
 
 
 def test_another_layer_is_refused(records: list[int]) -> None:
@@ -260,8 +415,15 @@ class FakePool:
     def __init__(self, slots: int) -> None:
         self.slots = slots
         self.calls: list[int] = []
+        self.leased = 0
+        self.fails = ""
+
+    def stats(self) -> FakePool:
+        return self
 
     def resize(self, slots: int) -> int:
+        if self.fails:
+            raise moepool.StateError(self.fails)
         self.calls.append(slots)
         self.slots = slots
         return slots
@@ -402,6 +564,22 @@ def test_what_an_open_route_reads_is_left_for_the_next_look(records: list[int]) 
         assert [pool.slots for pool in pools] == [0, 0, 0, 0]
 
 
+def test_what_went_wrong_in_a_pool_is_told() -> None:
+    """It is told once: to swallow it is to lose it."""
+    mark, card, pools = watermark()
+    card.others = 350
+    pools[1].fails = "a step waited 1000 ms for the CPU, which did not answer"
+    with pytest.raises(moepool.StateError, match="did not answer"):
+        mark.check()
+    pools[1].leased = 1
+    assert mark.check() == 0
+    pools[1].fails = ""
+    mark.check()
+    card.others, pools[1].fails = 0, "the pool is closed"
+    with pytest.raises(moepool.StateError, match="closed"):
+        mark.check()
+
+
 def test_a_thread_watches() -> None:
     mark, card, pools = watermark()
     with mark.watching(0.01):
@@ -473,6 +651,53 @@ def test_simulate_takes_the_slots_of_a_plan(files: Path) -> None:
     assert "give no --slots" in run(*options, "--slots", "3", code=1).stderr
 
 
+@pytest.mark.parametrize("kind", ["trace", "profile"])
+def test_what_stays_is_what_decode_steps_want(tmp_path: Path, kind: str) -> None:
+    """A prompt that wants other experts has no say: `generate --hot` hits as often as `simulate` says."""
+    text = ("generate", "tiny-moe", "-p", "Once upon a time there was a king who had a daughter. " * 4)
+    first, second = tmp_path / "a.moetrace", tmp_path / "b.moetrace"
+    run(*text, "-n", "12", "--trace", first, "--profile", tmp_path / "profile", "--ignore-eos")
+    hot = first if kind == "trace" else tmp_path / "profile"
+    placed = ("--policy", "static", "--slots", "12", "--hot", hot)
+    result = run(*text, "-n", "12", "--trace", second, *placed, "--ignore-eos", "--json", "-")
+    trace = Trace.load(second)
+    found = simulate(trace, 12, ["static"]).runs[0]
+    assert (trace.counts("prompt").argsort(axis=1) != trace.counts("decode").argsort(axis=1)).any()
+    stats = json.loads(result.stdout)["stats"]
+    assert (stats["hits"], stats["misses"]) == (found.hits, found.misses)
+
+
+def test_simulate_says_which_policy_is_the_plans(files: Path, records: list[int]) -> None:
+    make_plan(skewed_trace(60), 40 * RECORD, records, policy="lfu:half_life=9").save(files / "other.json")
+    for plan, policy in (("plan.json", "lfu"), ("other.json", "lfu:half_life=9")):
+        told = run("simulate", files / "a.moetrace", "--plan", files / plan).stdout
+        found = Plan.load(files / plan)
+        each = [[layer.slots for layer in found.layers]]
+        (counted,) = simulate(Trace.load(files / "a.moetrace"), each, [policy]).runs
+        assert f"The plan's policy is {policy}: {100 * counted.hit_rate:.1f} % hits here." in told
+    told = run("simulate", files / "a.moetrace", "--plan", files / "plan.json", "--policy", "lru").stdout
+    assert "The plan's" not in told
+
+
+def test_simulate_refuses_plans_and_profiles_of_other_models(files: Path) -> None:
+    """And takes what does not know its model for one of theirs."""
+    trace = skewed_trace(60)
+    columns = (trace.step, trace.layer, trace.pos, trace.decode, trace.ids)
+    Trace(TraceModel(32, 4, 4, "f" * 16), *columns).save(files / "other.csv")
+    Trace(TraceModel(64, 4, 4), *columns).save(files / "wide.csv")
+    trace.save(files / "plain.csv", "plain")
+    options = ("--policy", "lru", "--json", "-")
+    for other in ("other.csv", "wide.csv"):
+        told = run("simulate", files / other, "--plan", files / "plan.json", *options, code=1).stderr
+        assert "another model" in told
+        told = run("simulate", files / "a.moetrace", "--profile", files / other, *options, code=1).stderr
+        assert f"--profile {files / other}" in told
+        assert "another model" in told
+    for more in (("--plan", files / "plan.json"), ("--profile", files / "a.moetrace", "--slots", "8")):
+        report = json.loads(run("simulate", files / "plain.csv", *more, *options).stdout)
+        assert report["model"]["fingerprint"] == TINY.fingerprint
+
+
 def test_arguments_go_before_the_environment(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert slots_of() == 0
     monkeypatch.setenv("MOEPOOL_SLOTS", "5")
@@ -493,6 +718,9 @@ def test_arguments_go_before_the_environment(files: Path, monkeypatch: pytest.Mo
     report = json.loads(run(*TEXT).stdout)
     assert report["placement"]["policy"] == "pinned"
     assert report["placement"]["hot"] == Trace.load(files / "a.moetrace").hottest(2)
+    monkeypatch.setenv("MOEPOOL_POLICY", "")
+    assert json.loads(run(*TEXT).stdout)["placement"]["policy"] == "lru"
+    assert "--policy static and pinned" in run(*TEXT, "--hot", files / "a.moetrace", code=1).stderr
     monkeypatch.setenv("MOEPOOL_POLICY", "mru")
     assert "policy is 'mru'" in run(*TEXT, code=2).stderr
 

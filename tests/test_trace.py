@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import moepool
-from moepool import Trace, TraceModel
+from moepool import Trace, TraceModel, tracefile
 from moepool.cli import main
 from moepool.runner import Checkpoint, Placement, bundled_model, generate
 from moepool.runner.perplexity import perplexity
@@ -131,6 +131,9 @@ def test_plain_keeps_rows_steps_and_phases(tmp_path: Path) -> None:
         assert np.array_equal(getattr(read, name), getattr(trace, name))
     with pytest.raises(moepool.ArgumentError, match="no place for 5 admissions"):
         random_trace(3).save(tmp_path / "plain.csv", "plain")
+    negative = Trace(MODEL, [0], [0], [-1], [True], [[1, 2]])
+    with pytest.raises(moepool.ArgumentError, match="a decode row has one"):
+        negative.save(tmp_path / "plain.csv", "plain")
 
 
 HEAD = (
@@ -154,6 +157,10 @@ HEAD = (
         ("0,0,0,1,3,4-\n", r"line 3: not integers", 1, 1),
         ("-\n", r"line 3: not integers", 1, 1),
         ("0,0,0,1,3,+4\n", r"line 3: not integers", 1, 1),
+        ("+-1,0,0,0\n", r"line 3: an admission in a step before the first", 1, 1),
+        ("+0,0,1,99999999999\n", r"line 3: an admission outside", 1, 1),
+        ("999999,0,0,1,3,8\n", r"line 3: an id outside", 1, 1),  # which says nothing of later steps
+        ("-1,0,0,1,3,4\n", r"line 3: a step before", 1, 1),
         (f"0,0,0,1,3,{'1' * 30}\n", r"line 3: a number of more than 18 digits", 1, 1),
         (HEAD, r"line 3: a second head", 2, 1),
         ("+0,0,9,0\n", r"line 3: an admission outside", 1, 1),
@@ -213,9 +220,104 @@ def test_a_block_that_is_whole_and_yet_nonsense(tmp_path: Path) -> None:
     fails(path, r"byte \d+: row \d+ of the block has layer . and ids .*outside of 3 layers of 5 experts")
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"experts": "8"},
+        {"experts": 8.5},
+        {"experts": None},
+        {"experts": 10**12},
+        {"experts": 0},
+        {"k": -1},
+        {"layers": -1},
+        {"layers": 10**13},
+        {"fingerprint": 3},
+        {"more": 3},
+    ],
+)
+@pytest.mark.parametrize("lenient", [False, True])
+def test_a_damaged_head_of_the_binary_form(tmp_path: Path, change: dict[str, Any], lenient: bool) -> None:
+    head = json.dumps({"experts": 8, "k": 2, "layers": 3, "fingerprint": ""} | change).encode()
+    path = tmp_path / "a.moetrace"
+    path.write_bytes(tracefile.MAGIC + tracefile._WORDS.pack(1, len(head)) + head)
+    with pytest.raises(moepool.FormatError, match="byte 8: the head is damaged"):
+        Trace.load(path, lenient=lenient)
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "value", "match"),
+    [
+        ("step", 5, 0, r"row 5 of the block has step 0 behind 1 and"),
+        ("step", 5, 10**18, "row 5 of the block has step 1000000000000000000"),
+        ("step", 0, -3, "row 0 of the block has step -3"),
+        ("pos", 5, -(2**63), "row 5 of the block .* position -9223372036854775808"),
+        ("decode", 5, 7, "a damaged block"),
+        ("admissions", 1, (0, -7, 2**40, -3), "an admission outside"),
+        ("admissions", 1, (-1, 0, 0, 0), "an admission outside"),
+    ],
+)
+def test_numbers_that_no_run_has(tmp_path: Path, name: str, row: int, value: Any, match: str) -> None:
+    model, path = TraceModel(8, 2, 1), tmp_path / "a.moetrace"
+    at = np.arange(10)
+    columns = {"step": at // 3, "layer": 0 * at, "pos": at, "decode": at >= 0}
+    columns |= {"ids": np.zeros((10, 2), np.int32), "admissions": np.zeros((3, 4), np.int64)}
+    columns = {key: np.array(column) for key, column in columns.items()}
+    columns["decode"] = columns["decode"].astype(np.int8)
+    columns[name][row] = value
+    tracefile.write(path, tracefile.Rows(**columns), model, "binary")  # type: ignore[arg-type]
+    fails(path, rf"byte \d+: .*{match}")
+    if name != "decode":
+        with pytest.warns(moepool.MoePoolWarning, match="left out 1: 1 x"):
+            trace = Trace.load(path, lenient=True)
+        assert len(trace) + len(trace.admissions) == 12
+    with pytest.raises(moepool.ArgumentError):
+        Trace(model, **(columns | {"decode": at >= 0} if name != "decode" else {"step": [-1], **ONE}))
+
+
+ONE: dict[str, Any] = {"layer": [0], "pos": [0], "decode": [True], "ids": [[1, 2]]}
+
+
+def test_steps_fall_between_blocks_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("moepool.tracefile._BLOCK", 5)
+    at = np.arange(10)
+    rows = tracefile.Rows(
+        np.where(at < 5, 3, 2),
+        np.zeros(10, np.int32),
+        at,
+        at >= 0,
+        np.zeros((10, 2), np.int32),
+        np.empty((0, 4), np.int64),
+    )
+    tracefile.write(tmp_path / "a.moetrace", rows, MODEL, "binary")
+    fails(tmp_path / "a.moetrace", "row 0 of the block has step 2 behind 3")
+
+
+def test_a_cut_file_loses_a_block_and_says_of_how_many_rows(tmp_path: Path) -> None:
+    trace, path = random_trace(3, steps=2000), tmp_path / "a.moetrace"
+    trace.save(path)
+    path.write_bytes(path.read_bytes()[:-400])
+    with pytest.warns(moepool.MoePoolWarning, match="the file is cut inside a block"):
+        read = Trace.load(path, lenient=True)
+    assert len(read) >= len(trace) - 2048 > 3000
+    assert read.skipped.total() == len(trace) - len(read)
+
+
 def test_files_that_are_no_traces(tmp_path: Path) -> None:
     fails(write(tmp_path / "a.csv", "hello\n"), "line 1: not integers")
-    fails(write(tmp_path / "a.csv", "pos,layer,id0,id1\n0,0,1,2\n"), "line 1: not integers")
+    names = "pos,layer,id0,id1\n0,0,1,2\n"
+    fails(
+        write(tmp_path / "a.csv", names), "line 1: not integers but the names of columns, .* remove the line"
+    )
+    fails(write(tmp_path / "a.moetrace", "junk\n"), "byte 0: not a trace")
+    for number in ("0", "9" * 5000, "9" * 18):
+        head = HEAD.replace("experts=8", f"experts={number}")
+        fails(write(tmp_path / "a.csv", head), "line 1: not the head of a trace")
+    fails(write(tmp_path / "a.csv", ""), "it has no rows")
+    fails(write(tmp_path / "a.csv", "0,0,2000000000\n"), r"line 1: an id outside \[-1, 16777216\)")
+    fails(write(tmp_path / "a.csv", "0,60000,16000000\n"), "no model: 60001 layers of 16000001 experts")
+    for text in ("hello\n", HEAD + "x\n"):
+        with pytest.raises(moepool.FormatError, match="nothing is left of it: 1 x not integers"):
+            Trace.load(write(tmp_path / "a.csv", text), lenient=True)
     fails(write(tmp_path / "a.csv", HEAD.replace("trace 1", "trace 9")), "line 1: version 9")
     fails(write(tmp_path / "a.csv", HEAD.replace("pos", "position")), "line 2: the columns")
     with pytest.raises(moepool.ArgumentError, match="No such file"):
@@ -236,6 +338,28 @@ def test_another_models_trace_is_refused(tmp_path: Path) -> None:
     assert Trace.load(path, TraceModel(16, 2, 4)).model.experts == 16
     fails(write(tmp_path / "plain.csv", "0,0,1,2,3\n"), "5 columns, not 4", MODEL)
     fails(write(tmp_path / "plain.csv", "0,0,1,8\n"), r"line 1: an id outside \[-1, 8\)", MODEL)
+
+
+def test_experts_are_told_where_no_file_does(tmp_path: Path) -> None:
+    path = write(tmp_path / "plain.csv", "0,0,1,2\n1,0,3,9\n")
+    assert Trace.load(path).model.experts == 10
+    assert Trace.load(path, experts=32).model.experts == 32
+    with pytest.warns(moepool.MoePoolWarning, match="left out 1"):  # the model says more
+        assert Trace.load(path, MODEL, lenient=True, experts=32).model == MODEL
+    with pytest.raises(moepool.FormatError, match=r"plain.csv, line 2: an id outside \[-1, 8\)"):
+        Trace.load(path, experts=8)
+    with pytest.warns(moepool.MoePoolWarning, match="left out 1: 1 x an id outside"):
+        assert len(Trace.load(path, lenient=True, experts=8)) == 1
+    with pytest.raises(moepool.ArgumentError, match="experts is 0"):
+        Trace.load(path, experts=0)
+    random_trace(1).save(tmp_path / "a.csv")
+    random_trace(1, TraceModel(8, 2, 3)).save(tmp_path / "b.csv")
+    for name, experts in (("a.csv", 16), ("a.csv", 7), ("b.csv", 7)):
+        with pytest.raises(moepool.FormatError, match=f"{name} is of a model of 8 experts, not {experts}"):
+            Trace.load(tmp_path / name, experts=experts)
+    assert Trace.load(tmp_path / "b.csv", experts=16).model.experts == 16
+    told = run("trace", "info", path, "--experts", "8", "--lenient")
+    assert "1 rows" in told.stdout
 
 
 def test_a_million_rows_take_seconds(tmp_path: Path) -> None:
@@ -302,6 +426,14 @@ def test_counts_and_the_hottest() -> None:
     assert trace.counts("prompt").tolist() == [[0, 2, 0, 0, 0], [0] * 5]
     assert trace.hottest(2) == [[1, 3], [4, 0]]
     assert trace.hottest([0, 1]) == [[], [4]]
+    assert trace.hottest(np.int64(1)) == trace.hottest(np.array([1, 1])) == [[1], [4]]  # type: ignore[arg-type]
+    for slots, match in (
+        (-1, "slots is -1"),
+        (1.5, "slots is 1.5"),
+        ([1], "1 numbers of slots for 2 layers"),
+    ):
+        with pytest.raises(moepool.ArgumentError, match=match):
+            trace.hottest(slots)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -311,6 +443,10 @@ def test_counts_and_the_hottest() -> None:
         ({"ids": [[1, 2**40]]}, moepool.IdError, "outside"),
         ({"ids": [1, 2]}, moepool.ArgumentError, "ids has shape"),
         ({"ids": [[1.0, 2.0]]}, moepool.DtypeError, "give integers"),
+        ({"step": np.array([2**64 - 1], np.uint64)}, moepool.ArgumentError, "out of any range"),
+        ({"step": [-1]}, moepool.ArgumentError, "steps are from -1"),
+        ({"pos": [10**18]}, moepool.ArgumentError, "18 digits"),
+        ({"admissions": [[0, 0, 8, 0]]}, moepool.ArgumentError, "at row 0: an admission outside of 3 layers"),
         ({"layer": [3]}, moepool.IdError, "layer 3 at row 0"),
         ({"layer": [0, 1]}, moepool.ArgumentError, "layer has shape"),
     ],
@@ -377,12 +513,15 @@ def test_pools_record_what_the_host_saw(room: int, on: On) -> None:
     host = TraceRecorder(model)
     with on.pool(store[0], 4) as pool:
         ffn = moepool.ExpertFFN(pool)
-        on(ffn, np.ones((1, 32), np.float32), np.array([[0, 1]], np.int32), np.ones((1, 2), np.float32))
+        before = np.array([[0, 1]], np.int32)
+        on(ffn, np.ones((1, 32), np.float32), before, np.ones((1, 2), np.float32), phase="prompt")
         with PoolRecorder(model, [pool], admissions=True, room_bytes=room) as recorder:
             pos = 0
             for i in range(60):
                 tokens = 3 if i % 20 == 0 else 1
                 ids = rng.integers(0, 8, (tokens, 2)).astype(np.int32)
+                if i in (5, 6, 33):
+                    ids[:] = -1  # which a pool does not count
                 phase = "prompt" if tokens == 3 else "decode"
                 host.step(pos, tokens == 1)(0, ids)
                 recorder.step(pos, tokens == 1)
@@ -393,10 +532,67 @@ def test_pools_record_what_the_host_saw(room: int, on: On) -> None:
     trace, seen = recorder.trace(), host.trace()
     for name in ("step", "layer", "pos", "decode", "ids"):
         assert np.array_equal(getattr(trace, name), getattr(seen, name)), name
-    first = 2  # of the step before recording; the last one admits only what the run evicted
-    assert first + len(trace.admissions) <= stats.copied_bytes // store[0].record_bytes
+    # The step behind it admits only what the run evicted.
+    assert len(trace.admissions) <= stats.copied_bytes // store[0].record_bytes
     assert set(trace.admissions[:, 0].tolist()) <= set(trace.step[trace.decode].tolist())
     assert len(trace.admissions) > 10
+    for step, _, expert, _ in trace.admissions.tolist():
+        assert expert in trace.ids[trace.step == step]
+
+
+@pytest.mark.parametrize("how", ["", "warm", "prefetched", "resized", "loaded"])
+def test_admissions_that_cannot_be_repeated_are_left_out(how: str, tmp_path: Path) -> None:
+    weight = np.ones((8, 32, 32), np.float32)
+    layer = moepool.ExpertStore.from_arrays(weight=weight, qtype="f32")[0]
+    with moepool.Pool(layer, 4) as pool:
+        if how == "warm":
+            pool.resolve([[1, 2]]).release()
+        pool.save_state(tmp_path / "state")
+        with PoolRecorder(TraceModel(8, 2, 1), [pool], admissions=True) as recorder:
+            recorder.step(0, True)
+            pool.resolve([[3, 4]]).release()
+            if how == "prefetched":
+                pool.prefetch([5])
+            if how == "resized":
+                pool.resize(1)
+            if how == "loaded":
+                pool.load_state(tmp_path / "state")
+        if not how:
+            assert recorder.trace().admissions.tolist() == [[0, 0, 3, 0], [0, 0, 4, 1]]
+            return
+        with pytest.warns(moepool.MoePoolWarning, match="admissions are left out of the trace: the pool of"):
+            trace = recorder.trace()
+    assert trace.ids.tolist() == [[3, 4]]
+    with pytest.raises(moepool.ArgumentError, match="has no admissions"):
+        moepool.simulate(trace, 4, ["recorded"])
+
+
+def test_a_gap_is_told_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    weight = np.ones((8, 32, 32), np.float32)
+    layer = moepool.ExpertStore.from_arrays(weight=weight, qtype="f32")[0]
+
+    def gone(self: object) -> None:
+        raise moepool.StateError("the ring ran full")
+
+    recorder = PoolRecorder(TraceModel(8, 2, 1), [moepool.Pool(layer, 8)])
+    with monkeypatch.context() as patch:
+        patch.setattr("moepool.pooltrace.PoolTrace.drain", gone)
+        with pytest.raises(moepool.StateError, match="ran full"):
+            recorder.trace()
+    with pytest.raises(moepool.StateError, match="ran full"):
+        recorder.trace()
+
+
+def test_the_pools_must_be_the_models() -> None:
+    weight = np.ones((8, 32, 32), np.float32)
+    layer = moepool.ExpertStore.from_arrays(weight=weight, qtype="f32")[0]
+    with moepool.Pool(layer, 4) as pool, moepool.Pool(layer, 4) as other:
+        with pytest.warns(moepool.MoePoolWarning, match=r"has 4 layers, and pools of \[0\] are recorded"):
+            PoolRecorder(TraceModel(8, 2, 4), [pool])
+        with pytest.raises(moepool.ArgumentError, match="one for each layer"):
+            PoolRecorder(TraceModel(8, 2, 1), [pool, other])
+        with pytest.raises(moepool.ArgumentError, match="a pool of layer 0 with 8 experts; the model has"):
+            PoolRecorder(TraceModel(7, 2, 1), [pool])
 
 
 def test_a_pool_records_only_steps_of_the_models_width() -> None:

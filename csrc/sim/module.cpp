@@ -10,6 +10,7 @@
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -30,10 +31,21 @@ struct PyChooser : Chooser {
                                const std::vector<int> &expert_in) override {
         const py::function override = py::get_override(static_cast<const Chooser *>(this), "choose");
         if (!override) throw py::type_error("a policy needs a method choose(tick, wanted, missing, expert_in)");
+        const py::object given = override(tick, wanted, missing, expert_in);
+        const auto refuse = [&](const py::handle &what) -> BadChoice {
+            return BadChoice("step " + std::to_string(tick) + ": choose gave " + py::repr(what).cast<std::string>() +
+                             ", not pairs of an expert and a slot");
+        };
+        if (!py::isinstance<py::iterable>(given)) throw refuse(given);
         std::vector<Choice> choices;
-        for (const auto &[expert, slot] :
-             override(tick, wanted, missing, expert_in).cast<std::vector<std::pair<int, int>>>())
-            choices.push_back({expert, slot});
+        for (const py::handle each : given) {
+            try {
+                const auto [expert, slot] = each.cast<std::pair<int, int>>();
+                choices.push_back({expert, slot});
+            } catch (const py::cast_error &) {
+                throw refuse(each);
+            }
+        }
         return choices;
     }
 };
@@ -52,6 +64,23 @@ PolicyConfig policy_of(const py::dict &options) {
     p.period = options["period"].cast<int>();
     p.protected_percent = options["protected_percent"].cast<int>();
     return p;
+}
+
+// A list made for another model must not reach the residency, which trusts its callers.
+void check_hot(const Setting &setting, int layer, int experts) {
+    const std::string where = " of layer " + std::to_string(layer);
+    if (setting.hot.size() > static_cast<size_t>(std::max(setting.slots, 0)))
+        throw std::invalid_argument(std::to_string(setting.hot.size()) + " hot experts" + where + " do not fit " +
+                                    std::to_string(setting.slots) + " slots");
+    std::vector<bool> seen(static_cast<size_t>(experts), false);
+    for (const int expert : setting.hot) {
+        if (expert < 0 || expert >= experts)
+            throw std::invalid_argument("hot expert " + std::to_string(expert) + where + " is outside [0, " +
+                                        std::to_string(experts) + ")");
+        if (seen[static_cast<size_t>(expert)])
+            throw std::invalid_argument("hot expert " + std::to_string(expert) + where + " is named twice");
+        seen[static_cast<size_t>(expert)] = true;
+    }
 }
 
 // A trace, cut into the steps of its layers.
@@ -79,6 +108,7 @@ class Replay {
         for (size_t i = 0; i < steps_.size(); ++i) {
             Setting setting{slots.at(i), admit, policy_of(options), {}};
             if (!hot.empty()) setting.hot = hot.at(i);
+            check_hot(setting, layers_[i], steps_[i].experts);
             if (setting.policy.kind == MOEPOOL_POLICY_PINNED)
                 setting.policy.pinned = static_cast<int>(setting.hot.size());
             run.layers.push_back(std::move(setting));
@@ -108,8 +138,7 @@ class Replay {
                     const Steps &steps = steps_[i % steps_.size()];
                     const Run &run = runs[i / steps_.size()];
                     const Setting &setting = run.layers[i % steps_.size()];
-                    counts[i] =
-                        run.belady ? replay_belady(steps, setting.slots, setting.admit) : sim::replay(steps, setting);
+                    counts[i] = run.belady ? replay_belady(steps, setting.slots) : sim::replay(steps, setting);
                     done += steps.size();
                 }
             } catch (...) {
@@ -124,13 +153,16 @@ class Replay {
         {
             const py::gil_scoped_release released;
             std::vector<std::thread> pool;
-            working = std::max(std::min(threads, static_cast<int>(order.size())), 1);
-            for (int i = working; i > 0; --i) pool.emplace_back(worker);
             const auto stop = [&] {
                 next = order.size();
                 for (std::thread &thread : pool) thread.join();
             };
             try {
+                const int most = std::max(std::min(threads, static_cast<int>(order.size())), 1);
+                while (static_cast<int>(pool.size()) < most) {
+                    ++working;
+                    pool.emplace_back(worker);
+                }
                 std::unique_lock<std::mutex> lock(mutex);
                 while (working > 0) {
                     changed.wait_for(lock, std::chrono::milliseconds(100), [&] { return working == 0; });
@@ -176,6 +208,7 @@ class Replay {
         const size_t width = static_cast<size_t>(steps_.front().experts) + 1;
         py::array_t<int64_t> out({steps_.size(), width});
         int64_t *to = out.mutable_data();
+        const py::gil_scoped_release released;
         for (const Steps &steps : steps_) {
             const std::vector<int64_t> histogram = reuse_distances(steps);
             to = std::copy(histogram.begin(), histogram.end(), to);
@@ -209,7 +242,7 @@ PYBIND11_MODULE(_sim, m) {
         .def(py::init<const Array<int64_t> &, const Array<int32_t> &, const Array<bool> &, const Array<int32_t> &,
                       std::vector<int>, int>(),
              py::arg("step"), py::arg("layer"), py::arg("decode"), py::arg("ids"), py::arg("layers"),
-             py::arg("experts"))
+             py::arg("experts"), py::call_guard<py::gil_scoped_release>())
         .def("run", &Replay::run, py::arg("slots"), py::arg("options"), py::arg("admit"), py::arg("belady"),
              py::arg("hot"))
         .def("replay", &Replay::replay, py::arg("runs"), py::arg("threads"), py::arg("progress"))

@@ -103,7 +103,7 @@ Counts replay(const Steps &steps, const Setting &setting) {
     return counts;
 }
 
-Counts replay_belady(const Steps &steps, int slots, int admit) {
+Counts replay_belady(const Steps &steps, int slots) {
     std::vector<int64_t> next_of;
     const std::vector<int64_t> next = next_uses(steps, next_of);
     Chosen pool(steps.experts, slots);
@@ -136,7 +136,6 @@ Counts replay_belady(const Steps &steps, int slots, int admit) {
                 missing.push_back(wanted[j]);
         std::sort(missing.begin(), missing.end(),
                   [&](int a, int b) { return next_of[static_cast<size_t>(a)] < next_of[static_cast<size_t>(b)]; });
-        if (admit >= 0 && missing.size() > static_cast<size_t>(admit)) missing.resize(static_cast<size_t>(admit));
         victims.resize(static_cast<size_t>(slots));
         std::iota(victims.begin(), victims.end(), 0);
         const size_t most = std::min(missing.size(), victims.size());
@@ -154,7 +153,6 @@ Counts replay_chosen(const Steps &steps, int slots, Chooser &chooser) {
     chooser.begin(steps.experts, slots);
     Counts counts;
     std::vector<int> wanted, missing, expert_in(static_cast<size_t>(slots));
-    std::vector<uint8_t> fresh(static_cast<size_t>(slots));
     for (int64_t i = 0; i < steps.size(); ++i) {
         const bool prompt = steps.prompt[static_cast<size_t>(i)] != 0;
         wanted.assign(steps.of(i), steps.of(i) + steps.count(i));
@@ -165,7 +163,6 @@ Counts replay_chosen(const Steps &steps, int slots, Chooser &chooser) {
         for (const int expert : wanted)
             if (residency.slot_of(expert) < 0) missing.push_back(expert);
         for (int slot = 0; slot < slots; ++slot) expert_in[static_cast<size_t>(slot)] = residency.expert_in(slot);
-        std::fill(fresh.begin(), fresh.end(), uint8_t{0});
         for (const Chooser::Choice &choice : chooser.choose(step.tick, wanted, missing, expert_in)) {
             const auto fail = [&](const char *why) {
                 throw BadChoice("step " + std::to_string(step.tick) + ": expert " + std::to_string(choice.expert) +

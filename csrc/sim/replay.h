@@ -46,8 +46,9 @@ Counts replay(const Steps &steps, const Setting &setting);
 
 // As many hits as no policy exceeds: Belady's optimum. It begins with the experts that are wanted first, and of those
 // that it holds or a decode step wants it keeps the ones that are wanted next, whatever the law says of that step: a
-// pool may not replace what the step wants, nor anything in a step that bypasses, so it may fall short of this.
-Counts replay_belady(const Steps &steps, int slots, int admit);
+// pool may not replace what the step wants, nor anything in a step that bypasses, so it may fall short of this. No
+// limit of admissions holds here: under one, keeping what is wanted next is not always best.
+Counts replay_belady(const Steps &steps, int slots);
 
 // A policy that is not of the list: it names whom a step admits, and where.
 class Chooser {

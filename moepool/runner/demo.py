@@ -177,7 +177,7 @@ def run_demo(
     records = [layer.record_bytes for layer in checkpoint.store]
     # A single token has no decode step to plan by.
     planned = trace if trace.decode.any() else _as_decode(trace)
-    plan = make_plan(planned, sum(records) * config.experts // 2, records)
+    plan = make_plan(planned, sum(records) * config.experts * 3 // 8, records)
     todo = [each for device in devices for each in placements(config, trace, plan, device)]
     rows = []
     for placement, policy in tqdm(todo, disable=None if progress else True, unit="run", leave=False):

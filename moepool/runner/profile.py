@@ -52,8 +52,10 @@ class RoutingProfile:
         return observe
 
     def hottest(self, slots: int) -> list[list[int]]:
-        """The `slots` most wanted experts of every layer, in rising id; the lower id among equals."""
-        order = np.argsort(-self.total, axis=1, kind="stable")[:, :slots]
+        """The `slots` experts of every layer that decode steps want most, in rising id; the lower id among
+        equals. Prompts, which leave slots alone, count only where there is nothing else."""
+        counts = self.decode if self.decode.any() else self.total
+        order = np.argsort(-counts, axis=1, kind="stable")[:, :slots]
         return [sorted(row) for row in order.tolist()]
 
     def save(self, path: str | Path) -> None:
