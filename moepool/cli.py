@@ -426,6 +426,10 @@ def doctor_command(measure: bool, json_path: str | None) -> None:
         if rates.memory is not None and rates.link is not None:
             click.echo(f"and at {rates.memory / 1e9:.0f} GB/s by {rates.card} from its slots,")
             click.echo(f"{rates.link / 1e9:.1f} GB/s over the link")
+        click.echo(
+            f"The slowest of several measurements took {100 * rates.spread:.0f} % longer than the fastest, "
+            "which is kept" + (": measure again when nothing else runs" if rates.spread > 0.1 else "")
+        )
         click.echo(f"Written to {rates_path()}")
 
 

@@ -27,7 +27,8 @@ __all__ = ["Rates", "measure_rates", "rates_path"]
 _HIDDEN, _WIDTH, _EXPERTS, _K = 2048, 768, 64, 8
 _QTYPE, _BLOCK, _BLOCK_BYTES = "q4_k", 256, 144
 _CALLS = 32
-_SECONDS = 0.5
+_SECONDS = 0.25
+_RUNS = 3
 
 
 def rates_path() -> Path:
@@ -56,6 +57,9 @@ class Rates:
         CPU threads it was measured with.
     card : str
         What the device is.
+    spread : float
+        By what share the slowest of several measurements took longer than the fastest, which is kept: more
+        than a tenth tells of a machine that was busy.
 
     Examples
     --------
@@ -72,6 +76,7 @@ class Rates:
     layer: float | None = None
     threads: int = 0
     card: str = ""
+    spread: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("host", "host_layer", "memory", "link", "layer"):
@@ -80,6 +85,8 @@ class Rates:
                 continue
             if not isinstance(value, int | float) or isinstance(value, bool) or not 0 < value < float("inf"):
                 raise ArgumentError(f"{name} is {value!r}; it must be a number above 0")
+        if not isinstance(self.spread, int | float) or not 0 <= self.spread < float("inf"):
+            raise ArgumentError(f"spread is {self.spread!r}; it must be a number from 0 on")
         count("threads", self.threads)
         for name in ("device", "card"):
             if not isinstance(getattr(self, name), str):
@@ -213,9 +220,9 @@ def measure_rates(device: str = "cpu") -> Rates:
         gate=blocks["gate"], up=blocks["up"], down=blocks["down"], qtype=_QTYPE, progress=False
     ) as store:
         with Pool(store[0], slots=0, miss="host") as pool:
-            host, host_layer = _line(store[0].record_bytes, lambda k: _host_seconds(pool, k))
+            host, host_layer, spread = _line(store[0].record_bytes, lambda k: _host_seconds(pool, k))
         if arrays.device_index(device) == arrays.CPU:
-            return Rates("cpu", host, host_layer, threads=get_threads())
+            return Rates("cpu", host, host_layer, threads=get_threads(), spread=spread)
         from moepool.runner.devices import import_cupy
 
         cupy = import_cupy(device)
@@ -224,18 +231,24 @@ def measure_rates(device: str = "cpu") -> Rates:
         with cupy.cuda.Device(index):
             hot = list(range(_EXPERTS))
             with Pool(store[0], _EXPERTS, device=device, policy="static", hot=hot) as pool:
-                memory, layer = _line(store[0].record_bytes, lambda k: _device_seconds(cupy, pool, k))
+                memory, layer, of_memory = _line(
+                    store[0].record_bytes, lambda k: _device_seconds(cupy, pool, k)
+                )
             with Pool(store[0], 0, device=device) as pool:
-                link, _ = _line(store[0].record_bytes, lambda k: _device_seconds(cupy, pool, k))
-    return Rates(device, host, host_layer, memory, link, layer, get_threads(), card)
+                link, _, of_link = _line(store[0].record_bytes, lambda k: _device_seconds(cupy, pool, k))
+    spread = max(spread, of_memory, of_link)
+    return Rates(device, host, host_layer, memory, link, layer, get_threads(), card, spread)
 
 
-def _line(record: int, seconds: Callable[[int], float]) -> tuple[float, float]:
-    """Bytes a second and the seconds of no bytes, from the times of one expert and of eight."""
-    one, many = seconds(1), seconds(_K)
+def _line(record: int, seconds: Callable[[int], float]) -> tuple[float, float, float]:
+    """Bytes a second and the seconds of no bytes, from the times of one expert and of eight; and how much the
+    latter differ. What else a machine does only makes them longer: the shortest count."""
+    runs = [(seconds(1), seconds(_K)) for _ in range(_RUNS)]
+    one, many = (min(times) for times in zip(*runs, strict=True))
+    spread = max(times for _, times in runs) / many - 1
     # A clock that is too coarse, or a machine that is too busy, must not give a negative rate.
     slope = max(many - one, many * 0.1) / (_K - 1)
-    return record / slope, max(one - slope, 1e-7)
+    return record / slope, max(one - slope, 1e-7), spread
 
 
 def _ids(k: int) -> np.ndarray[Any, np.dtype[np.int32]]:
@@ -315,13 +328,18 @@ def verdict(simulation: Simulation, rates: Rates | None) -> str:
     if not runs:
         return "No verdict: no policy that could be used was simulated with slots on decode steps."
     if rates is None or runs[0].record_bytes is None:
-        return _verdict_of_hits(simulation, runs)
+        remedy = (
+            "For times and a verdict measure this machine: moepool doctor --measure."
+            if rates is None
+            else "For times and a verdict give the model, whose experts say how many bytes they have."
+        )
+        return f"{_verdict_of_hits(simulation, runs)} {remedy}"
     if rates.memory is None:
         way, seconds = rates.without_pool(runs[0])
         return (
             f"No pool pays on this machine: it has no GPU, and the CPU computes from the same memory with or "
-            f"without slots. Its {rates.threads} threads would take {1e3 * seconds:.2f} ms a token for the "
-            f"experts. " + _verdict_of_hits(simulation, runs)
+            f"without slots. Measured with {rates.threads} thread{'s' * (rates.threads != 1)}, it would take "
+            f"{1e3 * seconds:.2f} ms a token for the experts. " + _verdict_of_hits(simulation, runs)
         )
     way, without = rates.without_pool(runs[0])
     who = "on the CPU" if way == "cpu" else "over the link"

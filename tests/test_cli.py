@@ -153,11 +153,12 @@ def test_doctor_measures_and_keeps_it(tmp_path: Path, monkeypatch: pytest.Monkey
         measured.append(device)
         if device != "cpu":
             raise moepool.UnsupportedError("no CuPy")
-        return moepool.Rates("cpu", 10e9, 1e-5, threads=3)
+        return moepool.Rates("cpu", 10e9, 1e-5, threads=3, spread=0.25)
 
     monkeypatch.setattr("moepool.cli.measure_rates", measure)
     printed = run("doctor", "--measure").stdout
     assert "Experts are read at 10.0 GB/s by 3 CPU threads" in printed
+    assert "took 25 % longer than the fastest, which is kept: measure again" in printed
     assert moepool.Rates.load(tmp_path / "moepool" / "rates.json").threads == 3
     monkeypatch.setattr(
         "moepool.cli.available_devices", lambda: {"cpu": moepool.memory(), "cuda:0": moepool.memory()}

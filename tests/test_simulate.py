@@ -22,7 +22,7 @@ import moepool
 from moepool import Chooser, ChosenPool, Rates, Trace, TraceModel, _sim
 from moepool.cli import main
 from moepool.cli_simulate import parse_size
-from moepool.rates import rates_path, verdict
+from moepool.rates import _line, rates_path, verdict
 from moepool.runner import bundled_model
 from moepool.runner.info import ModelInfo
 from moepool.simulate import POLICIES, hot_lists, policy_from, simulate
@@ -570,6 +570,7 @@ def test_the_verdict_of_a_slow_link_and_a_fast_host() -> None:
 
 def test_the_verdict_without_a_card_or_a_model() -> None:
     cpu = Rates("cpu", host=10e9, host_layer=1e-5, threads=2)
+    assert "Measured with 2 threads, it would take" in verdict(found_for_verdict(), cpu)
     assert verdict(found_for_verdict(), cpu).startswith("No pool pays on this machine: it has no GPU")
     words = verdict(found_for_verdict(None), H200)
     assert words.startswith("By hits alone: 8 slots: ")
@@ -603,6 +604,15 @@ def test_rates_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
             Rates.load(rates_path())
     with pytest.raises(moepool.ArgumentError, match="No such file"):
         Rates.load(tmp_path / "none")
+
+
+def test_the_shortest_of_several_measurements_counts() -> None:
+    """Whatever else the machine did meanwhile."""
+    busy = iter([1.0, 1.5, 2.0, 1.0, 1.0, 1.2])
+    rate, rest, spread = _line(100, lambda k: (1e-3 + k * 1e-4) * next(busy))
+    assert rate == pytest.approx(100 / 1e-4)
+    assert rest == pytest.approx(1e-3)
+    assert spread == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -641,6 +651,7 @@ def test_damaged_rates_are_told_and_what_was_measured_is_left_out(
     assert "Warning: rates" in result.stderr
     assert "`moepool doctor --measure` writes it anew" in result.stderr
     assert "By hits alone" in result.stdout
+    assert result.stdout.endswith("moepool doctor --measure.\n")
     assert "Error: rates" in run(*options, "--rates", rates_path(), code=1).stderr
 
 
