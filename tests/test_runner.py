@@ -648,9 +648,10 @@ def test_profile_counts_prompt_and_decode_apart(checkpoint: Checkpoint) -> None:
 
 def test_hottest_takes_the_lower_id_among_equals() -> None:
     profile = RoutingProfile(2, 4)
-    profile.prompt[0] = [1, 5, 5, 0]
-    profile.decode[1] = [2, 2, 2, 2]
+    profile.prompt[:] = [[1, 5, 5, 0], [2, 2, 2, 2]]
     assert profile.hottest(2) == [[1, 2], [0, 1]]
+    profile.decode[:] = [[4, 0, 4, 3], [1, 2, 2, 2]]  # from now on prompts have no say
+    assert profile.hottest(2) == [[0, 2], [1, 2]]
     assert profile.hottest(9) == [[0, 1, 2, 3]] * 2
 
 
