@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from fractions import Fraction
 from pathlib import Path
 
 import click
@@ -22,7 +23,7 @@ from moepool.simulate import POLICIES, Simulation, SimulationRun, simulate, spli
 from moepool.trace import Trace, trace_model
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]I?B|)", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([KMG]I?B|)", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
@@ -39,9 +40,16 @@ def parse_size(text: str) -> int:
     1610612736
     """
     found = _SIZE.fullmatch(text.strip())
-    if found is None:
-        raise ArgumentError(f"{text!r} is not a size: write 4GiB, 500MB or a number of bytes")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    if found is None or (not found[2] and "." in found[1]):
+        raise ArgumentError(f"{_short(text)} is not a size: write 4GiB, 500MB or a number of bytes")
+    size = int(Fraction(found[1]) * _UNITS[found[2].upper()])
+    if size >= 2**63:
+        raise ArgumentError(f"{_short(text)} is more than any memory")
+    return size
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) < 40 else text[:37] + "...")
 
 
 def rates_of(path: Path | None) -> Rates | None:
@@ -80,8 +88,8 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> l
     if value is None:
         return None
     parts = value.split(",")
-    if not all(part.strip().isdigit() for part in parts):
-        raise click.BadParameter(f"{value!r} is not a list like 8,16,32", ctx, param)
+    if not all(re.fullmatch("[0-9]{1,9}", part.strip()) for part in parts):
+        raise click.BadParameter(f"{_short(value)} is not a list like 8,16,32", ctx, param)
     return [int(part) for part in parts]
 
 
