@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from moepool.cli_trace import TOP, load, reading_options, shares_of
 from moepool.errors import ArgumentError, FormatError, MoePoolError, UnsupportedError, warn
-from moepool.options import FILE, json_option, writable, write_json
+from moepool.options import FILE, environment, json_option, writable, write_json
 from moepool.plan import Plan
 from moepool.plots import plot_hit_rates, require_matplotlib
 from moepool.rates import Rates, rates_path, verdict
@@ -98,8 +98,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> l
 @click.option("--slots", callback=_numbers, help="Slots of a layer, a list: 8,16,32 [default: five sizes].")
 @click.option(
     "--vram",
-    envvar="MOEPOOL_VRAM",
-    show_envvar=True,
+    **environment("VRAM"),
     help="In place of --slots, memory of all slots: 2GiB,4GiB. Needs --model.",
 )
 @click.option("--plan", type=FILE, help="In place of --slots, those of a plan for each layer.")
@@ -191,6 +190,8 @@ def simulate_command(
 def _budgets(slots: list[int] | None, vram: str | None, records: list[int] | None, experts: int) -> list[int]:
     source = click.get_current_context().get_parameter_source("vram")
     if source == ParameterSource.ENVIRONMENT and (slots is not None or records is None or vram == "auto"):
+        if slots is None and vram != "auto":
+            warn("MOEPOOL_VRAM has no effect without --model, whose experts say how much a slot takes")
         vram = None  # it is meant for `plan`
     if slots is not None and vram is not None:
         raise ArgumentError("--slots and --vram say the same: give one of them")
