@@ -19,7 +19,7 @@ import moepool
 from moepool.cli_plan import plan_command
 from moepool.cli_simulate import simulate_command
 from moepool.cli_trace import trace_group
-from moepool.errors import ArgumentError, MoePoolError, MoePoolWarning, UnsupportedError
+from moepool.errors import ArgumentError, MoePoolError, MoePoolWarning, UnsupportedError, warn
 from moepool.options import (
     FILE,
     MODEL,
@@ -94,6 +94,8 @@ def _placement(
 ) -> Placement:
     if plan is not None and not _overridden():
         return Placement(device=device, plan=Plan.load(plan, trace_model(model)))
+    if slots == 0 and _given("policy"):
+        warn(f"--policy {policy} has no effect without --slots: no expert gets a slot")
     name: Policy | PolicyName = policy if policy != Policy(policy.name) else policy.name
     config = checkpoint.config
     if policy.name not in ("static", "pinned"):

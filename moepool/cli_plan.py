@@ -10,7 +10,7 @@ import click
 from moepool.cli_simulate import parse_size, rates_of, record_bytes_of
 from moepool.errors import ArgumentError, UnsupportedError
 from moepool.memory import memory
-from moepool.options import FILE, MODEL, OUTPUT, json_option, writable, write_json
+from moepool.options import FILE, MODEL, OUTPUT, environment, json_option, writable, write_json
 from moepool.plan import Plan, auto_budget, make_plan
 from moepool.runner.info import ModelInfo
 from moepool.runner.table import format_table
@@ -31,8 +31,7 @@ from moepool.trace import Trace, trace_model
     "--vram",
     default="auto",
     show_default=True,
-    envvar="MOEPOOL_VRAM",
-    show_envvar=True,
+    **environment("VRAM"),
     help="Memory of all slots: 10GiB, or what is free but for a reserve.",
 )
 @click.option("--reserve", help="What auto leaves free: a size [default: 512MiB, or 5 % if that is more].")
@@ -40,8 +39,7 @@ from moepool.trace import Trace, trace_model
     "--device",
     default="cuda:0",
     show_default=True,
-    envvar="MOEPOOL_DEVICE",
-    show_envvar=True,
+    **environment("DEVICE"),
     help="Whose memory auto asks for.",
 )
 @click.option(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from fractions import Fraction
 from pathlib import Path
 
 import click
@@ -12,7 +13,7 @@ from click.core import ParameterSource
 
 from moepool.cli_trace import TOP, load, reading_options, shares_of
 from moepool.errors import ArgumentError, FormatError, MoePoolError, UnsupportedError, warn
-from moepool.options import FILE, json_option, writable, write_json
+from moepool.options import FILE, environment, json_option, writable, write_json
 from moepool.plan import Plan
 from moepool.plots import plot_hit_rates, require_matplotlib
 from moepool.rates import Rates, rates_path, verdict
@@ -22,7 +23,7 @@ from moepool.simulate import POLICIES, Simulation, SimulationRun, simulate, spli
 from moepool.trace import Trace, trace_model
 
 _UNITS = {"": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMG]I?B|)", re.IGNORECASE)
+_SIZE = re.compile(r"([0-9]{1,40}(?:\.[0-9]{1,40})?)\s*([KMG]I?B|)", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int:
@@ -39,9 +40,16 @@ def parse_size(text: str) -> int:
     1610612736
     """
     found = _SIZE.fullmatch(text.strip())
-    if found is None:
-        raise ArgumentError(f"{text!r} is not a size: write 4GiB, 500MB or a number of bytes")
-    return int(float(found[1]) * _UNITS[found[2].upper()])
+    if found is None or (not found[2] and "." in found[1]):
+        raise ArgumentError(f"{_short(text)} is not a size: write 4GiB, 500MB or a number of bytes")
+    size = int(Fraction(found[1]) * _UNITS[found[2].upper()])
+    if size >= 2**63:
+        raise ArgumentError(f"{_short(text)} is more than any memory")
+    return size
+
+
+def _short(text: str) -> str:
+    return repr(text if len(text) < 40 else text[:37] + "...")
 
 
 def rates_of(path: Path | None) -> Rates | None:
@@ -80,8 +88,8 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> l
     if value is None:
         return None
     parts = value.split(",")
-    if not all(part.strip().isdigit() for part in parts):
-        raise click.BadParameter(f"{value!r} is not a list like 8,16,32", ctx, param)
+    if not all(re.fullmatch("[0-9]{1,9}", part.strip()) for part in parts):
+        raise click.BadParameter(f"{_short(value)} is not a list like 8,16,32", ctx, param)
     return [int(part) for part in parts]
 
 
@@ -90,8 +98,7 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> l
 @click.option("--slots", callback=_numbers, help="Slots of a layer, a list: 8,16,32 [default: five sizes].")
 @click.option(
     "--vram",
-    envvar="MOEPOOL_VRAM",
-    show_envvar=True,
+    **environment("VRAM"),
     help="In place of --slots, memory of all slots: 2GiB,4GiB. Needs --model.",
 )
 @click.option("--plan", type=FILE, help="In place of --slots, those of a plan for each layer.")
@@ -183,6 +190,8 @@ def simulate_command(
 def _budgets(slots: list[int] | None, vram: str | None, records: list[int] | None, experts: int) -> list[int]:
     source = click.get_current_context().get_parameter_source("vram")
     if source == ParameterSource.ENVIRONMENT and (slots is not None or records is None or vram == "auto"):
+        if slots is None and vram != "auto":
+            warn("MOEPOOL_VRAM has no effect without --model, whose experts say how much a slot takes")
         vram = None  # it is meant for `plan`
     if slots is not None and vram is not None:
         raise ArgumentError("--slots and --vram say the same: give one of them")

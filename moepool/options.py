@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from moepool.errors import ArgumentError
 from moepool.policy import Policy
@@ -45,9 +46,18 @@ def _policy(ctx: click.Context, param: click.Parameter, value: str) -> Policy:
         raise click.BadParameter(str(error), ctx, param) from None
 
 
-def _environment(name: str) -> dict[str, Any]:
+class _EnvironmentOption(click.Option):
+    """Names the variable in an error only if the value came from there."""
+
+    def get_error_hint(self, ctx: click.Context | None) -> str:
+        hint = super().get_error_hint(ctx)
+        given = ctx is not None and ctx.get_parameter_source(self.name or "") == ParameterSource.COMMANDLINE
+        return hint.partition(" (env var")[0] if given else hint
+
+
+def environment(name: str) -> dict[str, Any]:
     """An option that the environment may give too; an argument goes before it."""
-    return {"envvar": f"MOEPOOL_{name}", "show_envvar": True}
+    return {"envvar": f"MOEPOOL_{name}", "show_envvar": True, "cls": _EnvironmentOption}
 
 
 def placement_options(command: _F) -> _F:
@@ -60,7 +70,7 @@ def placement_options(command: _F) -> _F:
                 default=0,
                 show_default=True,
                 help="Slots of each layer.",
-                **_environment("SLOTS"),
+                **environment("SLOTS"),
             ),
             click.option(
                 "--policy",
@@ -69,7 +79,7 @@ def placement_options(command: _F) -> _F:
                 show_default=True,
                 help="Which experts hold the slots: lru, lfu, lfru, slru, reelect, static or pinned; options "
                 "follow a colon, as in lfu:half_life=64,guard.",
-                **_environment("POLICY"),
+                **environment("POLICY"),
             ),
             click.option(
                 "--miss",
@@ -77,10 +87,10 @@ def placement_options(command: _F) -> _F:
                 default="stream",
                 show_default=True,
                 help="Who computes an expert without a slot: the device, the CPU, or both.",
-                **_environment("MISS"),
+                **environment("MISS"),
             ),
             click.option(
-                "--device", default="cpu", show_default=True, help="cpu or cuda:N.", **_environment("DEVICE")
+                "--device", default="cpu", show_default=True, help="cpu or cuda:N.", **environment("DEVICE")
             ),
             click.option(
                 "--dense",
@@ -94,13 +104,13 @@ def placement_options(command: _F) -> _F:
                 "--hot",
                 type=FILE,
                 help="Profile (of `generate --profile`) or trace that chooses what static and pinned keep.",
-                **_environment("PROFILE"),
+                **environment("PROFILE"),
             ),
             click.option(
                 "--plan",
                 type=FILE,
                 help="Plan (of `moepool plan`) in place of --slots, --policy and --hot.",
-                **_environment("PLAN"),
+                **environment("PLAN"),
             ),
             click.option(
                 "--threads",

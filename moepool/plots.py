@@ -70,8 +70,12 @@ def plot_hit_rates(simulation: Simulation, path: str | os.PathLike[str], title: 
         if name == "belady":
             style: dict[str, Any] = {"color": "black", "linestyle": "--", "linewidth": 1.6, "zorder": 5}
         elif not runs[0].attainable:
-            shade = "0.35" if name.startswith("static") else "0.6"
-            style = {"color": shade, "linestyle": ":", "linewidth": 1.8}
+            dotted = name.startswith("static")  # and pinned has dashes between its dots
+            style = {
+                "color": "0.35" if dotted else "0.6",
+                "linestyle": ":" if dotted else "-.",
+                "linewidth": 1.8,
+            }
         else:
             at = usable.index(name) % len(_COLOURS)
             style = {"color": _COLOURS[at], "marker": _MARKERS[at], "markersize": 4.5, "linewidth": 1.6}

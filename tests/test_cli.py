@@ -232,6 +232,7 @@ def test_bad_options_are_one_line(tmp_path: Path) -> None:
         assert "is a directory" in run(*generate, option, tmp_path, code=2).stderr
     assert "does not exist" in run("info", tmp_path / "none.gguf", code=2).stderr
     assert "--policy" in run(*generate, "--policy", "mru", code=2).stderr
+    assert "MOEPOOL_POLICY" not in run(*generate, "--policy", "mru", code=2).stderr
 
 
 @pytest.mark.skipif("cuda:0" in available_devices(), reason="there is a GPU")
@@ -245,6 +246,12 @@ def test_warnings_are_one_line() -> None:
     warned = [line for line in stderr.splitlines() if line.startswith("Warning: ")]
     assert warned
     assert not any("MoePoolWarning" in line or ".py" in line for line in stderr.splitlines())
+
+
+def test_a_policy_without_slots_is_told() -> None:
+    short = ("generate", "tiny-moe", *PROMPT, "-n", "1")
+    assert "--policy lfu has no effect without --slots" in run(*short, "--policy", "lfu").stderr
+    assert "no effect" not in run(*short).stderr + run(*short, "--policy", "lfu", "--slots", "8").stderr
 
 
 def test_the_module_is_the_command() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -40,3 +41,13 @@ def test_torch_ffn() -> None:
     if torch.cuda.is_available() and cuda_missing() is None:
         assert "cuda:0: (4, 256) PoolStats(steps=1, " in printed
         assert float(printed.rpartition(": ")[2]) < 1e-3
+
+
+def test_policy() -> None:
+    printed = run(sys.executable, EXAMPLES / "policy.py")
+    assert "same logits: yes\n" in printed
+    assert "hits as planned: yes\n" in printed
+    last = printed.splitlines()[-1]
+    counted = re.fullmatch(r"Clock, run: (\d+) hits; simulated: (\d+)", last)
+    assert counted is not None, last
+    assert int(counted[1]) == int(counted[2]) > 0

@@ -463,6 +463,7 @@ def test_hot_lists_come_from_where_they_say() -> None:
         ({"policies": [7]}, "7 is no policy"),
         ({"slots": [[1, 2, 3]]}, "3 numbers for the 2 layers"),
         ({"slots": [-1]}, "slots is -1"),
+        ({"record_bytes": 0}, "record_bytes is 0"),
         ({"record_bytes": [1]}, "1 numbers for the 2 layers"),
         ({"admit": -1}, "admit is -1"),
         ({"slots": 8.5}, "slots is 8.5"),
@@ -606,6 +607,11 @@ def test_rates_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         Rates.load(tmp_path / "none")
 
 
+def test_a_record_may_be_large() -> None:
+    (found,) = simulate(local_trace(20), 4, ["lru"], record_bytes=3 << 30).runs
+    assert found.slot_bytes == LAYERS * 4 * (3 << 30)
+
+
 def test_the_shortest_of_several_measurements_counts() -> None:
     """Whatever else the machine did meanwhile."""
     busy = iter([1.0, 1.5, 2.0, 1.0, 1.0, 1.2])
@@ -714,12 +720,17 @@ def test_the_command_takes_memory_in_place_of_slots(trace_file: Path) -> None:
         "is not a size" in run("simulate", trace_file, "--vram", "much", "--model", "tiny-moe", code=1).stderr
     )
     assert "give one of them" in run("simulate", trace_file, "--vram", "1", "--slots", "1", code=1).stderr
-    assert "not a list" in run("simulate", trace_file, "--slots", "a", code=2).stderr
+    for slots in ("a", "\u00b2", "9" * 5000):
+        assert "not a list" in run("simulate", trace_file, "--slots", slots, code=2).stderr
 
 
 def test_sizes() -> None:
     sizes = {"10": 10, "4GiB": 4 << 30, "1.5 gib": 3 << 29, "500MB": 500_000_000, "2KiB": 2048}
     assert {text: parse_size(text) for text in sizes} == sizes
+    assert parse_size("9007199254740993") == 2**53 + 1, "not through a float"
+    for text in ("1.5", "9" * 400, "9" * 30, "9" * 20 + "GiB", "\u00b2", "1e3", "-1", "", "GiB"):
+        with pytest.raises(moepool.ArgumentError, match="is not a size|more than any memory"):
+            parse_size(text)
 
 
 def test_a_picture_needs_matplotlib(trace_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
