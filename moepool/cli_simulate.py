@@ -272,7 +272,9 @@ def _grid(found: Simulation, value: Callable[[SimulationRun], float]) -> str:
         number = value(run)
         rows.setdefault(name, [name]).append(f"{number:,}" if isinstance(number, int) else f"{number:.2f}")
     table = format_table(["slots", *_budget_names(found)], rows.values())
-    return table + ("\n* knows the future" if any("*" in name for name in rows) else "")
+    return table + (
+        "\n* knows the future, or repeats what was recorded" if any("*" in name for name in rows) else ""
+    )
 
 
 def _skew(found: Simulation) -> str:
