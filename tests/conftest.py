@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -9,6 +10,10 @@ import pytest
 
 import moepool
 from tests.support import DEVICES, On, cuda_missing
+
+# A shell starts jobs in the background with Ctrl-C ignored, and what they start inherits that.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.hookimpl(tryfirst=True)  # before -m selects
