@@ -118,7 +118,7 @@ class Comparison:
         """What was planned, in a line."""
         slots = ", ".join(str(layer.slots) for layer in self.plan.layers)
         return (
-            f"planned for half of the memory of all experts: {slots} slots under {self.plan.policy}, "
+            f"planned for 3/8 of the memory of all experts: {slots} slots under {self.plan.policy}, "
             f"{100 * self.plan.hit_rate:.1f} % hits expected"
         )
 
