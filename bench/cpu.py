@@ -37,7 +37,12 @@ COLUMNS = (
 )
 
 
-def read_rate(threads: int, size: int = READ_BYTES) -> float:
+def read_size() -> int:
+    """Bytes that are read to find the rate: many, but no more than fit."""
+    return min(READ_BYTES, moepool.memory("cpu").free // 4)
+
+
+def read_rate(threads: int, size: int) -> float:
     """GB/s at which threads read memory: each the maximum of its own array, by NumPy, the best of several."""
     count = size // threads // 8
     start, end = threading.Barrier(threads + 1), threading.Barrier(threads + 1)
@@ -85,7 +90,7 @@ def cpu(
 ) -> None:
     """Measures each type with each number of tokens, the layers in turn."""
     threads = moepool.get_threads()
-    size = min(READ_BYTES, moepool.memory("cpu").free // 4)
+    size = read_size()
     ceiling = read_rate(threads, size)
     how = f"numpy.max of {size / 2**30:.1f} GiB on {threads} threads, each its own array, the best of 8"
     report.ceiling("host memory", ceiling, how)

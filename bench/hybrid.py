@@ -9,7 +9,7 @@ import click
 import numpy as np
 
 import moepool
-from bench.cpu import READ_BYTES, read_rate
+from bench.cpu import read_rate, read_size
 from bench.gpu import Gpu, Replay
 from bench.measure import SPREAD, Column, Report, Row, gigabytes_a_second
 from bench.workload import I32, Shape, layers_of, quiet, skewed_trace
@@ -46,8 +46,7 @@ def hybrid(
 ) -> None:
     """Measures each way to serve misses with each number of slots, on one trace a number of tokens."""
     threads = moepool.get_threads()
-    size = min(READ_BYTES, moepool.memory("cpu").free // 4)
-    reading = read_rate(threads, size)
+    reading = read_rate(threads, read_size())
     report.ceiling("host memory", reading, f"numpy.max on {threads} threads, the best of 8")
     for qtype in types:
         ffn = shape.ffn(qtype)

@@ -14,7 +14,7 @@ import click
 import numpy as np
 
 import moepool
-from bench.cpu import READ_BYTES, read_rate
+from bench.cpu import read_rate, read_size
 from bench.ggml import Ggml, NotSupported, Step, Weights
 from bench.measure import Column, Report, Row, Timing, check_same, gigabytes_a_second
 from bench.workload import F32, I32, Shape, distinct, layers_of, portable, random_trace
@@ -64,7 +64,7 @@ def peer(
     ggml.set_threads(threads)
     report.content["ggml"] = {"version": ggml.version, "features": ggml.features()}
     click.echo(f"ggml {ggml.version}: {ggml.features()}")
-    size = min(READ_BYTES, moepool.memory("cpu").free // 4)
+    size = read_size()
     ceiling = steady_read_rate(threads, size, patience)
     how = f"numpy.max of {size / 2**30:.1f} GiB on {threads} threads, each its own array, the best of 8"
     report.ceiling("host memory", ceiling, how)
