@@ -1,5 +1,6 @@
 // Tests of csrc/pool/division.h. Run by tests/test_doorbell.py.
 #include "pool/division.h"
+#include "check.h"
 
 #include <algorithm>
 #include <cstdio>
@@ -7,14 +8,6 @@
 
 using namespace moepool;
 using namespace moepool::division;
-
-#define CHECK(condition)                                                         \
-    do {                                                                         \
-        if (!(condition)) {                                                      \
-            std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-            std::_Exit(1);                                                       \
-        }                                                                        \
-    } while (0)
 
 namespace {
 

@@ -1,6 +1,7 @@
 // Tests of csrc/pool/doorbell.cpp, with a thread in the place of the device. The first argument names the case; "ok" is
 // printed if it holds. Run by tests/test_doorbell.py.
 #include "pool/doorbell.h"
+#include "check.h"
 
 #include <sys/wait.h>
 #include <unistd.h>
@@ -25,14 +26,6 @@ using namespace moepool;
 using doorbell::Channel;
 using std::chrono::milliseconds;
 using Clock = std::chrono::steady_clock;
-
-#define CHECK(condition)                                                         \
-    do {                                                                         \
-        if (!(condition)) {                                                      \
-            std::fprintf(stderr, "%s:%d: %s\n", __FILE__, __LINE__, #condition); \
-            std::_Exit(1);                                                       \
-        }                                                                        \
-    } while (0)
 
 namespace {
 
