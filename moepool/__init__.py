@@ -57,9 +57,10 @@ from moepool.policy import Policy
 from moepool.pool import Pool, PoolMatrix, PoolStats, Route
 from moepool.pooltrace import PoolTrace, TracedSteps
 from moepool.rates import Rates, measure_rates
+from moepool.recorder import PoolRecorder, TraceRecorder
 from moepool.simulate import Chooser, ChosenPool, Simulation, SimulationRun, simulate
 from moepool.store import ExpertStore, Layer, MatrixInfo
-from moepool.trace import PoolRecorder, Trace, TraceInfo, TraceModel, TraceRecorder, trace_model
+from moepool.trace import Trace, TraceInfo, TraceModel, trace_model
 
 __all__ = [
     "ArgumentError",

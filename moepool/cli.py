@@ -34,6 +34,7 @@ from moepool.plan import Plan, Watermark
 from moepool.policy import Policy, PolicyName
 from moepool.pool import Miss
 from moepool.rates import Rates, measure_rates, rates_path
+from moepool.recorder import PoolRecorder
 from moepool.runner.config import Config
 from moepool.runner.demo import run_demo
 from moepool.runner.devices import (
@@ -51,7 +52,7 @@ from moepool.runner.perplexity import Perplexity, perplexity
 from moepool.runner.profile import HEADER as PROFILE_HEADER
 from moepool.runner.profile import RoutingProfile
 from moepool.runner.table import format_table
-from moepool.trace import PoolRecorder, Trace, trace_model
+from moepool.trace import Trace, trace_model
 
 
 class _Commands(click.Group):

@@ -21,10 +21,11 @@ from moepool import LayerPlan, Plan, Rates, Trace, TraceModel, Watermark
 from moepool.cli import main
 from moepool.memory import Memory
 from moepool.plan import RESERVE, auto_budget, give_out, make_plan
+from moepool.recorder import TraceRecorder
 from moepool.runner import Checkpoint, Placement, bundled_model, generate
 from moepool.runner.info import ModelInfo
 from moepool.simulate import simulate
-from moepool.trace import TraceRecorder, trace_model
+from moepool.trace import trace_model
 from tests.support import few_slots
 from tests.test_cuda_memory import CUDA_LARGE, GIB, LARGE, FakeNVML, NVMLError, cuda, fake
 from tests.test_simulate import local_trace

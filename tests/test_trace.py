@@ -17,9 +17,10 @@ from hypothesis import strategies as st
 import moepool
 from moepool import Trace, TraceModel, tracefile
 from moepool.cli import main
+from moepool.recorder import PoolRecorder, TraceRecorder
 from moepool.runner import Checkpoint, Placement, bundled_model, generate
 from moepool.runner.perplexity import perplexity
-from moepool.trace import PoolRecorder, TraceRecorder, trace_model
+from moepool.trace import trace_model
 from moepool.tracefile import steps_of
 from tests.support import On
 

@@ -11,12 +11,13 @@ from typing import Any
 from tqdm import tqdm
 
 from moepool.plan import Plan, make_plan
+from moepool.recorder import TraceRecorder
 from moepool.runner.config import Config
 from moepool.runner.generate import Generation, generate
 from moepool.runner.model import Checkpoint, Placement
 from moepool.runner.table import format_table
 from moepool.simulate import SimulationRun, simulate
-from moepool.trace import Trace, TraceModel, TraceRecorder
+from moepool.trace import Trace, TraceModel
 
 PROMPT = "def read_config(path):\n    "
 

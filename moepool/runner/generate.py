@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moepool.errors import ArgumentError
+from moepool.recorder import Recorder
 from moepool.runner.model import Model, Observer
 from moepool.runner.profile import RoutingProfile
 from moepool.runner.tokenizer import Tokenizer
-from moepool.trace import Recorder
 
 PROMPT_CHUNK = 512
 """Most tokens of a prompt that one forward takes; bounds the memory of its attention scores."""

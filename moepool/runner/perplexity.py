@@ -18,9 +18,9 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from moepool.errors import ArgumentError
+from moepool.recorder import Recorder
 from moepool.runner.model import KVCache, Model, Phase
 from moepool.runner.tokenizer import Tokenizer
-from moepool.trace import Recorder
 
 DECODE_TOKENS = 32
 """Passes of more tokens are steps of a prompt, as pools take them by default."""
