@@ -160,8 +160,12 @@ __device__ inline void trace_step(const Step &step, DeviceState *state, uint32_t
     if (t.thread == 0) publish(&state->traced, uint64_t{begin + words});
 }
 
-// memory: shared, resolve_shared_bytes(experts, slots) of it. All threads of the block; whole warps.
-__device__ __forceinline__ void resolve_block(const Step &step, const ResolveArguments &a, uint8_t *memory) {
+// memory: shared, resolve_shared_bytes(experts, slots) of it. sequence: the number of this step, which is published
+// when the tables are written. kBell: the pool has a doorbell; others bear nothing of it. All threads of the block;
+// whole warps.
+template <bool kBell>
+__device__ __forceinline__ void resolve_block(const Step &step, const ResolveArguments &a, uint8_t *memory,
+                                              uint32_t sequence) {
     const Residents &residents = step.residents;
     const StepTables &tables = step.tables;
     const int experts = residents.experts, places = step.tokens * step.k;
@@ -170,10 +174,10 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     int *const count = books.count, *const first = books.first, *const tile = books.tile, *const slot = books.slot;
     int *const fill = books.fill, *const missing = books.missing, *const inside = books.inside, *const id = books.id;
     uint8_t *const host = books.host;
-    __shared__ Outlook outlook;
     __shared__ int4 warp_counts[32];
     __shared__ unsigned long long bad;  // the first place out of range
     __shared__ int evictions, admissions;
+    __shared__ Outlook outlook;  // if kBell
 
     const int thread = blockDim.x * threadIdx.y + threadIdx.x, threads = blockDim.x * blockDim.y, lane = thread % 32;
     const int64_t tick_before = a.state->tick;
@@ -190,7 +194,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     for (int s = thread; s < slots; s += threads) inside[s] = a.expert_in[s];
     if (thread == 0) {
         evictions = 0, admissions = 0, bad = ~0ull;
-        outlook = begin_books(step);
+        if constexpr (kBell) outlook = begin_books(step);
     }
     __syncthreads();
 
@@ -243,7 +247,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     const bool bypass = hits + misses > slots;
     const int64_t tick = tick_before + (hits + misses > 0);
     const PolicyConfig &p = a.policy;
-    const bool divides = step.bell.state && step.bell.divides;
+    const bool divides = kBell && step.bell.divides;
     const int placed_valid = single ? hits + misses : placed;
     int hosted_misses = 0, hosted = 0;
     const bool counting = policy::counts(p),
@@ -271,7 +275,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         rank_misses(p, books, misses, epoch);
         ranked = books.ranked;
     }
-    if (step.bell.state) {
+    if constexpr (kBell) {
         // The CPU computes the last ones of the order in which the missing come in, and is told at once.
         hosted_misses = records_for_host(step, outlook, misses, hits + misses, placed_valid, tick);
         hosted = hosted_misses + (outlook.all_host ? hits : 0);
@@ -340,8 +344,6 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         __syncthreads();
     }
     const int admitted = admissions;
-    if (advances && all_change)
-        for (int e = thread; e < experts; e += threads) a.uses[e] = books.uses[e];
     const auto slot_address = [&](int s) { return residents.arena + s * residents.record_bytes; };
     const auto tile_of = [&](int e, int begin, int n) {
         const DecodeTile made{slot[e] >= 0 ? slot_address(slot[e]) : residents.records[e],
@@ -352,17 +354,11 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
                               0};
         return made;
     };
-    for (int e = thread; e < experts; e += threads) {
-        if (count[e] == 0) continue;
-        if (advances && counting)
-            a.uses[e] = books.uses[e];
-        else if (advances && !all_change)
-            a.uses[e].last = tick;
-        if (!single)
+    if (!single)
+        for (int e = thread; e < experts; e += threads)
             for (int i = 0; i * kMostDecodeTokens < count[e]; ++i)
                 tables.tiles[tile[e] + i] = tile_of(e, first[e] + i * kMostDecodeTokens,
                                                     min(kMostDecodeTokens, count[e] - i * kMostDecodeTokens));
-    }
     for (int p = thread; p < places; p += threads) {
         if (single) {
             tables.order[p] = p;
@@ -373,20 +369,25 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
             tables.order[first[id[p]] + rank] = p;
         }
     }
-    if (single) {  // others of this grid wait for the tiles
-        __threadfence();
-        __syncthreads();
-        if (thread == 0) {
-            *tables.commit_count = admitted;
-            // Only who misses an expert, or has none of its own, waits, and takes the mark away.
-            if (misses > 0 || (outlook.all_host && hits > 0)) publish(tables.resolved, 1u);
-        }
-    }
     if (thread == 0) {
         *tables.tile_count = single ? places : tiles;
+        if (single) *tables.commit_count = admitted;
+    }
+    // Others wait for the tables.
+    __threadfence();
+    __syncthreads();
+    if (thread == 0) publish(tables.resolved, sequence);
+
+    if (advances)
+        for (int e = thread; e < experts; e += threads) {
+            if (all_change || (counting && count[e] > 0))
+                a.uses[e] = books.uses[e];
+            else if (count[e] > 0)
+                a.uses[e].last = tick;
+        }
+    if (thread == 0) {
         a.state->tick = tick;
-        if (step.bell.state && step.bell.divides)
-            note_step(step.bell, misses - hosted_misses, hosted, hits + misses, placed_valid);
+        if (divides) note_step(step.bell, misses - hosted_misses, hosted, hits + misses, placed_valid);
         if (advances && p.kind == MOEPOOL_POLICY_REELECT) a.state->election = epoch;
         DeviceSteps::Counts &counts = a.state->counts;
         // Atomic, so that nobody waits for the sums.
