@@ -55,8 +55,6 @@ __device__ __forceinline__ Looked look_up_together(const Step &step, int place, 
     return found(step, id, __shfl_sync(~0u, mine, static_cast<int>(id % 32)), host_has_all);
 }
 
-__device__ __forceinline__ void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 // Gate/up hands over to down, which runs beside it: a count of the blocks of both, 0 between steps. What the block
 // wrote in front of a barrier, or this thread did, is seen by those who have waited.
 __device__ __forceinline__ void arrive(const Step &step) {
@@ -106,14 +104,7 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, 2)
                    int stages, int rounds) {
     extern __shared__ __align__(128) uint8_t memory[];
     const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y;
-    // What the look-up and the books read was last used a step ago: let it come to L2 while the kernel in front ends.
-    if (blockIdx.x == 0 && warp == 0) {
-        for (int i = 32 * lane; i < step.residents.experts; i += 32 * 32) prefetch(step.residents.slot_of + i);
-        constexpr int kUses = 128 / sizeof(Use);
-        for (int i = kUses * lane; i < step.residents.experts; i += kUses * 32) prefetch(arguments.uses + i);
-        for (int i = 32 * lane; i < arguments.slots; i += 32 * 32) prefetch(arguments.expert_in + i);
-        if (lane == 0) prefetch(arguments.state);
-    }
+    if (blockIdx.x == 0) prepare_books(step, arguments, memory);
     wait_for_kernels_in_front();
     let_the_next_kernel_start();
     if (blockIdx.x == 0) {

@@ -28,11 +28,12 @@ __device__ void quantise_rows(const Step &step, int64_t elements) {
 template <bool kBell>
 __global__ void __launch_bounds__(kThreads)
     resolve_kernel(const __grid_constant__ Step step, const ResolveArguments a) {
+    extern __shared__ __align__(16) uint8_t memory[];
+    if (blockIdx.x == 0) prepare_books(step, a, memory);
     wait_for_kernels_in_front();
     let_the_next_kernel_start();
     if (blockIdx.x > 0) return quantise_rows(step, a.row_elements);
 
-    extern __shared__ __align__(16) uint8_t memory[];
     resolve_block<kBell>(step, a, memory, __ldcg(step.tables.sequence) + 1);
 }
 

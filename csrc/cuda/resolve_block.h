@@ -14,51 +14,18 @@ namespace moepool {
 namespace cuda {
 namespace {
 
-__device__ int warp_inclusive_sum(int value, int lane) {
-    for (int step = 1; step < 32; step *= 2) {
+__device__ __forceinline__ int warp_inclusive_sum(int value, int lane, int values = 32) {
+    for (int step = 1; step < values; step *= 2) {
         const int other = __shfl_up_sync(~0u, value, step);
         if (lane >= step) value += other;
     }
     return value;
 }
 
-__device__ int64_t read_id(const Step &step, int place) {
+__device__ __forceinline__ int64_t read_id(const Step &step, int place) {
     return step.bits == 64 ? static_cast<const int64_t *>(step.ids)[place]
                            : int64_t{static_cast<const int32_t *>(step.ids)[place]};
 }
-
-// What a step works with, in shared memory.
-struct Books {
-    Use *uses;       // by expert
-    int64_t *worth;  // by slot; of an election, the votes by expert
-    int *count;      // by expert: places
-    int *first;      // in order
-    int *tile;       // first tile
-    int *slot;       // before the step, or -1
-    int *fill;       // the slot that the step gives it, or -1
-    int *missing;    // experts, rising
-    int *ranked;     // the same in the order in which they come in
-    int *inside;     // by slot: its expert
-    int *victims;    // slots; -1: the miss that met it may not replace it
-    int *id;         // by place
-    uint8_t *host;   // by expert: the CPU computes it
-
-    __device__ Books(uint8_t *memory, int experts, int slots)
-        : uses(reinterpret_cast<Use *>(memory)),
-          worth(reinterpret_cast<int64_t *>(uses + experts)),
-          count(reinterpret_cast<int *>(worth + experts)),
-          first(count + experts),
-          tile(first + experts),
-          slot(tile + experts),
-          fill(slot + experts),
-          missing(fill + experts),
-          ranked(missing + experts),
-          inside(ranked + experts),
-          victims(inside + slots),
-          id(victims + slots),
-          host(reinterpret_cast<uint8_t *>(id + kMostDecodePlaces)) {}
-};
-static_assert(sizeof(Use) == 16, "a use is one load");
 
 // A block's threads, as one row of whole warps.
 struct Threads {
@@ -66,18 +33,113 @@ struct Threads {
     __device__ Threads() : thread(blockDim.x * threadIdx.y + threadIdx.x), threads(blockDim.x * blockDim.y) {}
 };
 
+// Of 32 experts, counts of two kinds in a word each: what is below kHalf, and what is above.
+constexpr int kHalf = 1 << 16;
+struct Counted {
+    int hits_misses, places_tiles;
+};
+
+// What a step works with, in shared memory.
+struct Tally {
+    unsigned long long bad;  // the first place out of range
+    int admissions, evictions;
+    uint32_t absentees[32];  // bits, by expert: wanted and in no slot
+    Counted counted[32];     // by 32 experts
+    Outlook outlook;         // of a pool with a doorbell
+};
+static_assert(sizeof(Tally) <= kTallyBytes, "resolve_shared_bytes has room for it");
+
+struct Books {
+    Tally &tally;
+    Use *uses;       // by expert
+    int64_t *worth;  // by slot; of an election, the votes by expert
+    int *count;      // by expert: places
+    int *first;     // its first place in order, and kHalf times its first tile, without those of the 32s before its own
+    int *slot;      // before the step, or -1
+    int *meets;     // of a missing expert: which victim
+    int *missing;   // experts, rising
+    int *claims;    // theirs, negative
+    int *ranked;    // the same experts in the order in which they come in
+    int *inside;    // by slot: its expert
+    int *victims;   // slots; -1: there is none, or the miss that met it may not replace it
+    int *id;        // by place
+    int *turn;      // by place: which of its expert's
+    uint8_t *host;  // by expert: the CPU computes it
+
+    __device__ Books(uint8_t *memory, int experts, int slots)
+        : tally(*reinterpret_cast<Tally *>(memory)),
+          uses(reinterpret_cast<Use *>(memory + kTallyBytes)),
+          worth(reinterpret_cast<int64_t *>(uses + experts)),
+          count(reinterpret_cast<int *>(worth + experts)),
+          first(count + experts),
+          slot(first + experts),
+          meets(slot + experts),
+          missing(meets + experts),
+          claims(missing + experts),
+          ranked(claims + experts),
+          inside(ranked + experts),
+          victims(inside + slots),
+          id(victims + slots),
+          turn(id + kMostDecodePlaces),
+          host(reinterpret_cast<uint8_t *>(turn + kMostDecodePlaces)) {}
+};
+static_assert(sizeof(Use) == 16, "a use is one load");
+
+// Before the step: what it reads was last used a step ago, so let it come to L2 while the kernel in front ends. By all
+// threads of the block; the memory is resolve_block's.
+__device__ __forceinline__ void prepare_books(const Step &step, const ResolveArguments &a, uint8_t *memory) {
+    const Threads t;
+    const int experts = step.residents.experts;
+    const Books books(memory, experts, a.slots);
+    const auto bring = [&](const auto *from, int count) {
+        constexpr int kLine = sizeof(*from) < 128 ? 128 / sizeof(*from) : 1;
+        for (int i = kLine * t.thread; i < count; i += kLine * t.threads) prefetch(from + i);
+    };
+    bring(a.state, 1);
+    bring(step.residents.slot_of, experts);
+    bring(a.uses, experts);
+    bring(a.expert_in, a.slots);
+    bring(step.residents.records, experts);
+    for (int e = t.thread; e < experts; e += t.threads) books.count[e] = books.host[e] = 0;
+    if (t.thread == 0) {
+        books.tally.bad = ~0ull;
+        books.tally.admissions = books.tally.evictions = 0;
+    }
+    __syncthreads();
+}
+
+// Calls put(i, rank) for each i below n whose key is not kNever: its rank in rising (key, i). Some lanes a key, as many
+// as there are; all threads of the block.
+template <class Key, class Put>
+__device__ __forceinline__ void rank_rising(const Key *keys, int n, const Put &put) {
+    const Threads t;
+    int lanes = 32;
+    while (lanes > 1 && lanes * n > t.threads) lanes /= 2;
+    const int part = t.thread % lanes;
+    for (int base = 0; base < n; base += t.threads / lanes) {
+        const int i = base + t.thread / lanes;
+        const Key mine = i < n ? keys[i] : Key{};
+        const bool ranks = i < n && mine != policy::kNever;
+        int rank = 0;
+        if (ranks) {
+#pragma unroll 4
+            for (int other = part; other < n; other += lanes) rank += keys[other] < mine + (other < i);
+        }
+        for (int step = 1; step < lanes; step *= 2) rank += __shfl_xor_sync(~0u, rank, step);
+        if (ranks && part == 0) put(i, rank);
+    }
+}
+
 // Residency::elect. The uses of all experts change.
 __device__ inline void elect(const PolicyConfig &p, const Books &books, int experts, int slots, uint32_t election) {
     const Threads t;
-    for (int e = t.thread; e < experts; e += t.threads) books.worth[e] = policy::votes(p, books.uses[e], election);
-    __syncthreads();
     for (int e = t.thread; e < experts; e += t.threads) {
-        const int64_t mine = books.worth[e];
-        int rank = 0;
-        for (int other = 0; other < experts; ++other)
-            rank += books.worth[other] > mine || (books.worth[other] == mine && other < e);
-        books.uses[e].marked = mine > 0 && rank < slots;
+        const int64_t votes = policy::votes(p, books.uses[e], election);
+        books.worth[e] = votes > 0 ? -votes : policy::kNever;
+        books.uses[e].marked = 0;
     }
+    __syncthreads();
+    rank_rising(books.worth, experts, [&](int e, int rank) { books.uses[e].marked = rank < slots; });
     __syncthreads();
 }
 
@@ -93,32 +155,34 @@ __device__ inline void protect_fewer(const PolicyConfig &p, const Books &books, 
     }
     const int excess = marked - policy::most_protected(p, slots);
     if (excess <= 0) return;
-    for (int s = t.thread; s < slots; s += t.threads) {
-        const int64_t mine = books.worth[s];
-        if (mine == policy::kNever) continue;
-        int rank = 0;
-        for (int other = 0; other < slots; ++other)
-            rank += books.worth[other] < mine || (books.worth[other] == mine && other < s);
-        if (rank >= excess) continue;
+    rank_rising(books.worth, slots, [&](int s, int rank) {
+        if (rank >= excess) return;
         books.uses[books.inside[s]].marked = 0;
         books.uses[books.inside[s]].last = tick;
-    }
+    });
     __syncthreads();
 }
 
-// The first `misses` of books.missing, by falling claim, to books.ranked.
-__device__ inline void rank_misses(const PolicyConfig &p, const Books &books, int misses, uint32_t epoch) {
+// Whether more than `last` of the wanted experts changes.
+__device__ __forceinline__ bool all_change(const PolicyConfig &p) {
+    return p.kind == MOEPOOL_POLICY_SLRU || p.kind == MOEPOOL_POLICY_REELECT;
+}
+
+// What a step that does not bypass leaves behind of all that it wants, in books.uses. Nothing if it is `last` alone.
+__device__ inline void note_uses(const PolicyConfig &p, const Books &books, int experts, int slots, int64_t tick,
+                                 uint32_t epoch, uint32_t election) {
     const Threads t;
-    for (int i = t.thread; i < misses; i += t.threads) {
-        const int64_t mine = policy::claim(p, books.uses[books.missing[i]], epoch);
-        int rank = 0;
-        for (int other = 0; other < misses; ++other) {
-            const int64_t claim = policy::claim(p, books.uses[books.missing[other]], epoch);
-            rank += claim > mine || (claim == mine && other < i);
-        }
-        books.ranked[rank] = books.missing[i];
+    if (p.kind == MOEPOOL_POLICY_REELECT && epoch != election) elect(p, books, experts, slots, election);
+    if (!policy::counts(p) && !all_change(p)) return;
+    for (int e = t.thread; e < experts; e += t.threads) {
+        if (books.count[e] == 0) continue;
+        if (policy::counts(p)) policy::count_use(p, books.uses[e], epoch);
+        books.uses[e].last = tick;
+        if (p.kind == MOEPOOL_POLICY_SLRU && books.slot[e] >= 0) books.uses[e].marked = 1;
     }
+    if (p.kind != MOEPOOL_POLICY_SLRU) return;
     __syncthreads();
+    protect_fewer(p, books, slots, tick);
 }
 
 // Appends a step to the trace: pool/trace.h says what the words mean. Off the way of all that waits for the step.
@@ -160,178 +224,211 @@ __device__ inline void trace_step(const Step &step, DeviceState *state, uint32_t
     if (t.thread == 0) publish(&state->traced, uint64_t{begin + words});
 }
 
-// memory: shared, resolve_shared_bytes(experts, slots) of it. sequence: the number of this step, which is published
-// when the tables are written. kBell: the pool has a doorbell; others bear nothing of it. All threads of the block;
-// whole warps.
+// memory: shared, resolve_shared_bytes(experts, slots) of it, prepared. sequence: the number of this step, which is
+// published when the tables are written; what nobody waits for is done behind that. kBell: the pool has a doorbell;
+// others bear nothing of it. All threads of the block; whole warps.
 template <bool kBell>
 __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArguments &a, uint8_t *memory,
                                               uint32_t sequence) {
     const Residents &residents = step.residents;
     const StepTables &tables = step.tables;
+    const PolicyConfig &p = a.policy;
     const int experts = residents.experts, places = step.tokens * step.k;
     const bool single = step.single;
     const Books books(memory, experts, a.slots);
-    int *const count = books.count, *const first = books.first, *const tile = books.tile, *const slot = books.slot;
-    int *const fill = books.fill, *const missing = books.missing, *const inside = books.inside, *const id = books.id;
-    uint8_t *const host = books.host;
-    __shared__ int4 warp_counts[32];
-    __shared__ unsigned long long bad;  // the first place out of range
-    __shared__ int evictions, admissions;
-    __shared__ Outlook outlook;  // if kBell
+    Tally &tally = books.tally;
+    Outlook &outlook = tally.outlook;
+    int *const count = books.count, *const slot = books.slot, *const inside = books.inside, *const id = books.id;
 
-    const int thread = blockDim.x * threadIdx.y + threadIdx.x, threads = blockDim.x * blockDim.y, lane = thread % 32;
+    const Threads t;
+    const int thread = t.thread, threads = t.threads, lane = thread % 32;
     const int64_t tick_before = a.state->tick;
     const int slots = a.state->slots;
     const bool leased = a.state->leased > 0;
     uint32_t *const ring = a.state->trace;
-    for (int e = thread; e < experts; e += threads) {
-        count[e] = 0;
-        fill[e] = -1;
-        slot[e] = residents.slot_of[e];
-        books.uses[e] = a.uses[e];
-        host[e] = 0;
-    }
-    for (int s = thread; s < slots; s += threads) inside[s] = a.expert_in[s];
-    if (thread == 0) {
-        evictions = 0, admissions = 0, bad = ~0ull;
-        if constexpr (kBell) outlook = begin_books(step);
-    }
-    __syncthreads();
-
-    for (int p = thread; p < places; p += threads) {
-        const int64_t wide = read_id(step, p);
-        const bool valid = wide >= -1 && wide < experts;
-        if (!valid) atomicMin(&bad, static_cast<unsigned long long>(p));
-        id[p] = valid ? static_cast<int>(wide) : Route::kInvalid;
-        tables.ids[p] = id[p];
-        if (id[p] >= 0) atomicAdd(&count[id[p]], 1);
+    const uint8_t *record = nullptr;  // of the missing expert, or the single place, `thread`: asked for early
+    // All is asked for at once.
+    const int most = max(max(experts, a.slots), max(places, kBell ? kOutlookWords : 0));
+    for (int i = thread; i < most; i += threads) {
+        const bool is_expert = i < experts, is_slot = i < a.slots, is_place = i < places;
+        const int64_t wide = is_place ? read_id(step, i) : -1;
+        const int in_slot = is_expert ? residents.slot_of[i] : -1, in_here = is_slot ? a.expert_in[i] : -1;
+        const Use used = is_expert ? a.uses[i] : Use{};
+        uint32_t word = 0;
+        if constexpr (kBell) word = outlook_word(step.bell, i);
+        if (is_place) {
+            const bool valid = wide >= -1 && wide < experts;
+            const int expert = valid ? static_cast<int>(wide) : Route::kInvalid;
+            if (!valid) atomicMin(&tally.bad, static_cast<unsigned long long>(i));
+            if (expert >= 0) books.turn[i] = atomicAdd(&count[expert], 1);
+            if (single && i == thread && expert >= 0) record = residents.records[expert];
+            id[i] = tables.ids[i] = expert;
+        }
+        if (is_expert) {
+            slot[i] = in_slot;
+            books.uses[i] = used;
+        }
+        if (is_slot) inside[i] = in_here;
+        if constexpr (kBell) keep_word(outlook, i, word);
     }
     __syncthreads();
 
     // In rising order of the experts: hits, the missing, and, for more tokens, where each one's places and tiles begin.
-    // A warp counts 32 of them; what the warps in front have counted is added behind a barrier.
-    int hits = 0, misses = 0, tiles = 0, placed = 0;  // of the experts before this round
+    // A warp counts 32 of them, and then adds up what all have counted.
+    const int chunks = (experts + 31) / 32;
     for (int base = 0; base < experts; base += threads) {
-        const int e = base + thread, warp = thread / 32;
-        const int n = e < experts ? count[e] : 0;
+        const int e = base + thread, n = e < experts ? count[e] : 0;
         const bool absent = n > 0 && slot[e] < 0;
         const unsigned absentees = __ballot_sync(~0u, absent), present = __ballot_sync(~0u, n > 0 && !absent);
-        const int tiles_here = (n + kMostDecodeTokens - 1) / kMostDecodeTokens;
-        int places_up_to = 0, tiles_up_to = 0;
-        if (!single) {
-            places_up_to = warp_inclusive_sum(n, lane);
-            tiles_up_to = warp_inclusive_sum(tiles_here, lane);
+        const int here = n + (n + kMostDecodeTokens - 1) / kMostDecodeTokens * kHalf;
+        const int up_to = single ? 0 : warp_inclusive_sum(here, lane);
+        if (e < experts) books.first[e] = up_to - here;
+        if (lane == 31 && e / 32 < chunks) {
+            tally.absentees[e / 32] = absentees;
+            tally.counted[e / 32] = {__popc(present) + __popc(absentees) * kHalf, up_to};
         }
-        if (lane == 31) warp_counts[warp] = {__popc(present), __popc(absentees), places_up_to, tiles_up_to};
-        __syncthreads();
-        int miss = misses, place = placed, cut = tiles;
-        for (int w = 0; w < threads / 32; ++w) {
-            const int4 counted = warp_counts[w];
-            hits += counted.x;
-            misses += counted.y;
-            placed += counted.z;
-            tiles += counted.w;
-            if (w >= warp) continue;
-            miss += counted.y;
-            place += counted.z;
-            cut += counted.w;
-        }
-        if (absent) missing[miss + __popc(absentees & ((1u << lane) - 1))] = e;
-        if (e < experts) {
-            first[e] = place + places_up_to - n;
-            tile[e] = cut + tiles_up_to - tiles_here;
-        }
-        __syncthreads();
     }
+    __syncthreads();
+    const Counted counted = lane < chunks ? tally.counted[lane] : Counted{0, 0};
+    const int found_up_to = warp_inclusive_sum(counted.hits_misses, lane, chunks);
+    const int placed_up_to = single ? 0 : warp_inclusive_sum(counted.places_tiles, lane, chunks);
+    const int found = __shfl_sync(~0u, found_up_to, chunks - 1), placed = __shfl_sync(~0u, placed_up_to, chunks - 1);
+    const int hits = found % kHalf, misses = found / kHalf;
 
-    const bool bypass = hits + misses > slots;
+    const bool bypass = hits + misses > slots, advances = !bypass && hits + misses > 0;
     const int64_t tick = tick_before + (hits + misses > 0);
-    const PolicyConfig &p = a.policy;
+    const uint32_t epoch = advances && policy::counts(p) ? policy::epoch_of(p, tick) : 0;
+    const uint32_t election = p.kind == MOEPOOL_POLICY_REELECT ? a.state->election : 0;
+    const bool admits = advances && misses > 0 && p.kind != MOEPOOL_POLICY_STATIC;
+    const bool ranks = admits && policy::ranks_misses(p);
     const bool divides = kBell && step.bell.divides;
-    const int placed_valid = single ? hits + misses : placed;
+    const int wanted_places = single ? hits + misses : placed % kHalf;
+    int met = admits ? a.admit < 0 ? misses : min(misses, a.admit) : 0;  // misses that may meet a victim
     int hosted_misses = 0, hosted = 0;
-    const bool counting = policy::counts(p),
-               all_change = p.kind == MOEPOOL_POLICY_SLRU || p.kind == MOEPOOL_POLICY_REELECT;
-    uint32_t epoch = 0, election = 0;
-    int met = 0;  // misses that met a victim
-    const bool advances = !bypass && hits + misses > 0;
-    if (advances) {
-        if (counting) epoch = policy::epoch_of(p, tick);
-        if (p.kind == MOEPOOL_POLICY_REELECT) {
-            election = a.state->election;
-            if (epoch != election) elect(p, books, experts, slots, election);
+    const int *const ranked = ranks ? books.ranked : books.missing;
+
+    if (misses > 0) {
+        if (advances) note_uses(p, books, experts, slots, tick, epoch, election);
+        for (int base = 0; base < experts; base += threads) {
+            const int e = base + thread, chunk = min(e / 32, chunks - 1);
+            const int before = __shfl_sync(~0u, found_up_to - counted.hits_misses, chunk) / kHalf;
+            if (e >= experts || !(tally.absentees[chunk] >> lane & 1)) continue;
+            const int i = before + __popc(tally.absentees[chunk] & ((1u << lane) - 1));
+            books.missing[i] = e;
+            books.meets[e] = i;
+            if (ranks) books.claims[i] = -static_cast<int>(policy::claim(p, books.uses[e], epoch));
+            if (!single && e == thread) record = residents.records[e];
         }
-        for (int e = thread; e < experts; e += threads) {
-            if (count[e] == 0) continue;
-            if (counting) policy::count_use(p, books.uses[e], epoch);
-            books.uses[e].last = tick;
-            if (p.kind == MOEPOOL_POLICY_SLRU && slot[e] >= 0) books.uses[e].marked = 1;
+        if (admits)
+            for (int s = thread; s < slots; s += threads) {
+                int64_t worth = policy::kNever;
+                if (!leased || a.leases[s] == 0) {
+                    const int e = inside[s];
+                    if (e < 0)
+                        worth = policy::keeps(p, s) ? policy::kNever : policy::kEmpty;
+                    else if (count[e] == 0 && policy::may_go(p, books.uses[e], s))
+                        worth = policy::worth(p, books.uses[e], epoch);
+                }
+                books.worth[s] = worth;
+                books.victims[s] = -1;
+            }
+        __syncthreads();
+        if (ranks) {
+            rank_rising(books.claims, misses, [&](int i, int rank) {
+                books.ranked[rank] = books.missing[i];
+                books.meets[books.missing[i]] = rank;
+            });
+            if (kBell) __syncthreads();
         }
-        if (p.kind == MOEPOOL_POLICY_SLRU || misses > 0) __syncthreads();
-        if (p.kind == MOEPOOL_POLICY_SLRU) protect_fewer(p, books, slots, tick);
-    }
-    const int *ranked = missing;
-    if (advances && p.kind != MOEPOOL_POLICY_STATIC && misses > 0 && policy::ranks_misses(p)) {
-        rank_misses(p, books, misses, epoch);
-        ranked = books.ranked;
     }
     if constexpr (kBell) {
         // The CPU computes the last ones of the order in which the missing come in, and is told at once.
-        hosted_misses = records_for_host(step, outlook, misses, hits + misses, placed_valid, tick);
-        hosted = hosted_misses + (outlook.all_host ? hits : 0);
-        for (int i = misses - hosted_misses + thread; i < misses; i += threads) host[ranked[i]] = 1;
-        if (outlook.all_host)
-            for (int e = thread; e < experts; e += threads) host[e] = count[e] > 0;
-        __syncthreads();
-        if (hosted > 0)
-            post(step, a.columns, a.quantised, a.floats, id, host);
-        else
+        const bool all_host = hosts_all(step, outlook);
+        hosted_misses = records_for_host(step, outlook, misses, hits + misses, wanted_places, tick);
+        hosted = hosted_misses + (all_host ? hits : 0);
+        if (thread == 0) begin_times(step);
+        if (hosted > 0) {
+            for (int i = misses - hosted_misses + thread; i < misses; i += threads) books.host[ranked[i]] = 1;
+            if (all_host)
+                for (int e = thread; e < experts; e += threads) books.host[e] = count[e] > 0;
+            __syncthreads();
+            post(step, outlook, a.columns, a.quantised, a.floats, id, books.host);
+        } else {
             post_nothing(step.bell);
+        }
     }
-    if (advances && p.kind != MOEPOOL_POLICY_STATIC && misses > 0) {
-        // A slot's rank among the victims, in rising (worth, slot): the law's order.
-        int available = 0;
-        bool empty = false;
-        for (int base = 0; base < slots; base += threads) {
-            const int s = base + thread;
-            int64_t worth = policy::kNever;
-            if (s < slots && !(leased && a.leases[s] > 0)) {
-                const int e = inside[s];
-                if (e < 0)
-                    worth = policy::keeps(p, s) ? policy::kNever : policy::kEmpty;
-                else if (count[e] == 0 && policy::may_go(p, books.uses[e], s))
-                    worth = policy::worth(p, books.uses[e], epoch);
-            }
-            if (s < slots) books.worth[s] = worth;
-            available += __syncthreads_count(worth != policy::kNever);
-            if (divides) empty |= __syncthreads_count(worth == policy::kEmpty) > 0;
-        }
-        met = min(a.admit < 0 ? misses : min(misses, a.admit), available);
-        if (divides) met = min(met, division::most_admitted(misses - hosted_misses, empty, tick_before));
-        for (int s = thread; s < slots; s += threads) {
-            const int64_t mine = books.worth[s];
-            if (mine == policy::kNever) continue;
-            int rank = 0;
-#pragma unroll 8
-            for (int other = 0; other < slots; ++other)
-                rank += books.worth[other] < mine || (books.worth[other] == mine && other < s);
+    if (met > 0) {
+        // The law's order of the victims: rising (worth, slot).
+        rank_rising(books.worth, slots, [&](int s, int rank) {
             if (rank < met) books.victims[rank] = s;
-        }
+        });
         __syncthreads();
-        const bool beside = divides && counting && hosted_misses == misses;  // what comes in is only copied
-        for (int i = thread; i < met; i += threads) {
-            const int s = books.victims[i], e = ranked[i], evicted = inside[s];
-            if (evicted >= 0) {
-                if (!policy::may_replace(p, books.uses[e], books.uses[evicted], epoch, epoch != 0) ||
-                    (beside && !division::worth_a_copy(policy::count_at(p, books.uses[e], epoch),
-                                                       policy::count_at(p, books.uses[evicted], epoch)))) {
-                    books.victims[i] = -1;
-                    continue;
-                }
-                atomicAdd(&evictions, 1);
-                if (p.kind == MOEPOOL_POLICY_SLRU) books.uses[evicted].marked = 0;
+        met = min(met, slots);
+        if (divides) {
+            const bool empty = books.victims[0] >= 0 && inside[books.victims[0]] < 0;
+            met = min(met, division::most_admitted(misses - hosted_misses, empty, tick_before));
+        }
+    }
+    const bool beside = divides && policy::counts(p) && hosted_misses == misses;  // what comes in is only copied
+    // The slot that a missing expert gets, or -1.
+    const auto slot_for = [&](int e) {
+        const int s = books.meets[e] < met ? books.victims[books.meets[e]] : -1;
+        if (s < 0 || inside[s] < 0) return s;
+        const Use &missing = books.uses[e], &victim = books.uses[inside[s]];
+        if (!policy::may_replace(p, missing, victim, epoch, epoch != 0)) return -1;
+        if (beside && !division::worth_a_copy(policy::count_at(p, missing, epoch), policy::count_at(p, victim, epoch)))
+            return -1;
+        return s;
+    };
+    const auto slot_address = [&](int s) { return residents.arena + s * residents.record_bytes; };
+    const auto tile_of = [&](int e, const uint8_t *in_host, int begin, int n) {
+        const int fill = slot[e] < 0 && met > 0 ? slot_for(e) : -1;
+        return DecodeTile{slot[e] >= 0 ? slot_address(slot[e]) : in_host,
+                          fill >= 0 ? slot_address(fill) : nullptr,
+                          begin,
+                          n,
+                          kBell ? books.host[e] : 0,
+                          0};
+    };
+    if (single) {
+        for (int j = thread; j < places; j += threads) {
+            tables.order[j] = j;
+            tables.tiles[j] = id[j] >= 0 ? tile_of(id[j], j == thread ? record : residents.records[id[j]], j, 1)
+                                         : DecodeTile{nullptr, nullptr, j, 0, 0, 0};
+        }
+    } else {
+        const int before = placed_up_to - counted.places_tiles;
+        for (int base = 0; base < experts; base += threads) {
+            const int e = base + thread, chunk = min(e / 32, chunks - 1);
+            const int begin = __shfl_sync(~0u, before, chunk);
+            if (e >= experts || count[e] == 0) continue;
+            const int first = begin + books.first[e];
+            DecodeTile tile = tile_of(e, e == thread ? record : residents.records[e], first % kHalf, 0);
+            for (int i = 0, left = count[e]; left > 0; ++i, left -= kMostDecodeTokens) {
+                tile.count = min(kMostDecodeTokens, left);
+                tables.tiles[first / kHalf + i] = tile;
+                tile.first += kMostDecodeTokens;
             }
-            const int n = atomicAdd(&admissions, 1);
+        }
+        for (int base = 0; base < places; base += threads) {
+            const int j = base + thread, e = j < places ? max(id[j], 0) : 0;
+            const int begin = __shfl_sync(~0u, before, e / 32);
+            if (j < places && id[j] >= 0) tables.order[(begin + books.first[e]) % kHalf + books.turn[j]] = j;
+        }
+    }
+    if (thread == 0) *tables.tile_count = single ? places : placed / kHalf;
+    __syncthreads();
+    if (thread == 0) publish(tables.resolved, sequence);
+
+    // Nobody of this step waits for what follows.
+    if (advances && misses == 0) note_uses(p, books, experts, slots, tick, epoch, election);
+    if (met > 0) {
+        for (int i = thread; i < met; i += threads) {
+            const int e = ranked[i], s = slot_for(e), evicted = s >= 0 ? inside[s] : -1;
+            books.victims[i] = s;
+            if (s < 0) continue;
+            if (evicted >= 0) atomicAdd(&tally.evictions, 1);
+            const int n = atomicAdd(&tally.admissions, 1);
             if (single) {
                 tables.commits[n] = {evicted, e, s};
             } else {
@@ -339,71 +436,44 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
                 residents.slot_of[e] = s;
             }
             a.expert_in[s] = e;
-            fill[e] = s;
         }
         __syncthreads();
-    }
-    const int admitted = admissions;
-    const auto slot_address = [&](int s) { return residents.arena + s * residents.record_bytes; };
-    const auto tile_of = [&](int e, int begin, int n) {
-        const DecodeTile made{slot[e] >= 0 ? slot_address(slot[e]) : residents.records[e],
-                              fill[e] >= 0 ? slot_address(fill[e]) : nullptr,
-                              begin,
-                              n,
-                              host[e],
-                              0};
-        return made;
-    };
-    if (!single)
-        for (int e = thread; e < experts; e += threads)
-            for (int i = 0; i * kMostDecodeTokens < count[e]; ++i)
-                tables.tiles[tile[e] + i] = tile_of(e, first[e] + i * kMostDecodeTokens,
-                                                    min(kMostDecodeTokens, count[e] - i * kMostDecodeTokens));
-    for (int p = thread; p < places; p += threads) {
-        if (single) {
-            tables.order[p] = p;
-            tables.tiles[p] = id[p] >= 0 ? tile_of(id[p], p, 1) : DecodeTile{nullptr, nullptr, p, 0, 0, 0};
-        } else if (id[p] >= 0) {
-            int rank = 0;
-            for (int other = 0; other < p; ++other) rank += id[other] == id[p];
-            tables.order[first[id[p]] + rank] = p;
+        if (p.kind == MOEPOOL_POLICY_SLRU) {
+            for (int i = thread; i < met; i += threads)
+                if (const int s = books.victims[i]; s >= 0 && inside[s] >= 0) books.uses[inside[s]].marked = 0;
+            __syncthreads();
         }
     }
-    if (thread == 0) {
-        *tables.tile_count = single ? places : tiles;
-        if (single) *tables.commit_count = admitted;
-    }
-    // Others wait for the tables.
-    __threadfence();
-    __syncthreads();
-    if (thread == 0) publish(tables.resolved, sequence);
-
     if (advances)
         for (int e = thread; e < experts; e += threads) {
-            if (all_change || (counting && count[e] > 0))
+            if (all_change(p) || (policy::counts(p) && count[e] > 0))
                 a.uses[e] = books.uses[e];
             else if (count[e] > 0)
                 a.uses[e].last = tick;
         }
+    const int admitted = tally.admissions;
     if (thread == 0) {
+        if (single) *tables.commit_count = admitted;
         a.state->tick = tick;
-        if (divides) note_step(step.bell, misses - hosted_misses, hosted, hits + misses, placed_valid);
         if (advances && p.kind == MOEPOOL_POLICY_REELECT) a.state->election = epoch;
+        if constexpr (kBell) {
+            learn(step, outlook);
+            if (divides) note_step(step.bell, misses - hosted_misses, hosted, hits + misses, wanted_places);
+        }
         DeviceSteps::Counts &counts = a.state->counts;
         // Atomic, so that nobody waits for the sums.
         const auto count_up = [](int64_t &total, int64_t by) {
-            atomicAdd(reinterpret_cast<unsigned long long *>(&total), static_cast<unsigned long long>(by));
+            if (by) atomicAdd(reinterpret_cast<unsigned long long *>(&total), static_cast<unsigned long long>(by));
         };
-        if (hits + misses > 0) {
-            count_up(counts.steps, 1);
-            count_up(counts.bypasses, bypass);
-            count_up(counts.hits, hits);
-            count_up(counts.misses, misses);
-            count_up(counts.evictions, static_cast<int64_t>(evictions));
-            count_up(counts.admissions, admitted);
-            count_up(counts.hosted, hosted);
-            count_up(counts.in_place, max(0, misses - hosted_misses - admitted));
-        }
+        count_up(counts.steps, hits + misses > 0);
+        count_up(counts.bypasses, bypass);
+        count_up(counts.hits, hits);
+        count_up(counts.misses, misses);
+        count_up(counts.evictions, tally.evictions);
+        count_up(counts.admissions, admitted);
+        count_up(counts.hosted, hosted);
+        count_up(counts.in_place, max(0, misses - hosted_misses - admitted));
+        const unsigned long long bad = tally.bad;
         volatile DeviceSteps::BadId *told = a.bad_id;
         if (bad != ~0ull && told->place < 0) {
             const int at = static_cast<int>(bad);

@@ -127,6 +127,13 @@ inline int shuffle_up(int line, int value, int by) {
     wait(-line);
     return other;
 }
+inline int shuffle(int line, int value, size_t from) {
+    values[current] = value;
+    wait(line);
+    const int other = values[current / 32 * 32 + from];
+    wait(-line);
+    return other;
+}
 inline dim3 index() { return dim3(static_cast<unsigned>(current % shape.x), static_cast<unsigned>(current / shape.x)); }
 
 }  // namespace block
@@ -137,6 +144,8 @@ inline dim3 index() { return dim3(static_cast<unsigned>(current % shape.x), stat
 #define __syncthreads_count(value) block::count(__LINE__, value)
 #define __ballot_sync(mask, value) block::ballot(__LINE__, value)
 #define __shfl_up_sync(mask, value, by) block::shuffle_up(__LINE__, value, by)
+#define __shfl_sync(mask, value, from) block::shuffle(__LINE__, value, static_cast<size_t>(from) % 32)
+#define __shfl_xor_sync(mask, value, by) block::shuffle(__LINE__, value, block::current % 32 ^ static_cast<size_t>(by))
 #define __popc(value) __builtin_popcount(value)
 #define __threadfence() ((void)0)
 #define __threadfence_system() ((void)0)

@@ -98,15 +98,14 @@ struct Device {
         step.single = single;
         std::fill(shared.begin(), shared.end(), 0xa5);  // shared memory holds anything
         auto *memory = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(shared.data()) + 15) / 16 * 16);
-        const auto tables = [&] {
-            return std::tuple(ids, order, bytes_of(tiles), bytes_of(commits), tile_count, commit_count);
-        };
+        const auto tables = [&] { return std::tuple(ids, order, bytes_of(tiles), tile_count); };
         auto published = tables();
         on_publish = [&](const void *at) {
             if (at == &resolved) published = tables();
         };
         resolved = sequence++;
         block::run(32, static_cast<unsigned>(warps), [&] {
+            prepare_books(step, arguments, memory);
             if (step.bell.state)
                 resolve_block<true>(step, arguments, memory, sequence);
             else
