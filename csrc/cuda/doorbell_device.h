@@ -254,11 +254,16 @@ __device__ __forceinline__ void poll_answer(const Bell &bell) {
     if (!lost) {
         const unsigned long long begun = device_ns();
         while (load_from_host(&bell.answer->epoch) != epoch) {
-            if (device_ns() - begun < bell.timeout_ns) continue;
+            const uint64_t waited = device_ns() - begun;
+            if (waited < min(bell.timeout_ns, bell.give_up_ns)) continue;
+            const bool itself = waited >= bell.timeout_ns;
+            if (!itself && !load_from_host(bell.silence)) continue;
             lost = true;
             state.poisoned = 1;
+            if (itself) store_to_host(bell.silence, 1);
             bell.trouble->epoch = epoch;
-            store_to_host(&bell.trouble->timed_out, 1);
+            bell.trouble->waited_us = static_cast<uint32_t>(waited / 1000);
+            store_to_host(&bell.trouble->timed_out, itself ? doorbell::kItself : doorbell::kLikeOthers);
             break;
         }
     }

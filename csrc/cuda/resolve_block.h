@@ -33,6 +33,21 @@ struct Threads {
     __device__ Threads() : thread(blockDim.x * threadIdx.y + threadIdx.x), threads(blockDim.x * blockDim.y) {}
 };
 
+// Calls f(i) for each i below n, a thread each. Not unrolled, as the compiler would: mostly a thread has one.
+template <class F>
+__device__ __forceinline__ void each(int n, const F &f) {
+    const Threads t;
+#pragma unroll 1
+    for (int i = t.thread; i < n; i += t.threads) f(i);
+}
+// The same, but also for i up to the next multiple of the threads, so that whole warps are there.
+template <class F>
+__device__ __forceinline__ void each_together(int n, const F &f) {
+    const Threads t;
+#pragma unroll 1
+    for (int base = 0; base < n; base += t.threads) f(base + t.thread);
+}
+
 // Of 32 experts, counts of two kinds in a word each: what is below kHalf, and what is above.
 constexpr int kHalf = 1 << 16;
 struct Counted {
@@ -88,20 +103,19 @@ static_assert(sizeof(Use) == 16, "a use is one load");
 // Before the step: what it reads was last used a step ago, so let it come to L2 while the kernel in front ends. By all
 // threads of the block; the memory is resolve_block's.
 __device__ __forceinline__ void prepare_books(const Step &step, const ResolveArguments &a, uint8_t *memory) {
-    const Threads t;
     const int experts = step.residents.experts;
     const Books books(memory, experts, a.slots);
     const auto bring = [&](const auto *from, int count) {
         constexpr int kLine = sizeof(*from) < 128 ? 128 / sizeof(*from) : 1;
-        for (int i = kLine * t.thread; i < count; i += kLine * t.threads) prefetch(from + i);
+        each((count + kLine - 1) / kLine, [&](int line) { prefetch(from + kLine * line); });
     };
     bring(a.state, 1);
     bring(step.residents.slot_of, experts);
     bring(a.uses, experts);
     bring(a.expert_in, a.slots);
     bring(step.residents.records, experts);
-    for (int e = t.thread; e < experts; e += t.threads) books.count[e] = books.host[e] = 0;
-    if (t.thread == 0) {
+    each(experts, [&](int e) { books.count[e] = books.host[e] = 0; });
+    if (Threads().thread == 0) {
         books.tally.bad = ~0ull;
         books.tally.admissions = books.tally.evictions = 0;
     }
@@ -113,11 +127,12 @@ __device__ __forceinline__ void prepare_books(const Step &step, const ResolveArg
 template <class Key, class Put>
 __device__ __forceinline__ void rank_rising(const Key *keys, int n, const Put &put) {
     const Threads t;
-    int lanes = 32;
-    while (lanes > 1 && lanes * n > t.threads) lanes /= 2;
-    const int part = t.thread % lanes;
-    for (int base = 0; base < n; base += t.threads / lanes) {
-        const int i = base + t.thread / lanes;
+    int shift = 5;
+    while (shift > 0 && n << shift > t.threads) --shift;
+    const int lanes = 1 << shift, part = t.thread & (lanes - 1);
+#pragma unroll 1
+    for (int base = 0; base < n; base += t.threads >> shift) {
+        const int i = base + (t.thread >> shift);
         const Key mine = i < n ? keys[i] : Key{};
         const bool ranks = i < n && mine != policy::kNever;
         int rank = 0;
@@ -125,6 +140,7 @@ __device__ __forceinline__ void rank_rising(const Key *keys, int n, const Put &p
 #pragma unroll 4
             for (int other = part; other < n; other += lanes) rank += keys[other] < mine + (other < i);
         }
+#pragma unroll 1
         for (int step = 1; step < lanes; step *= 2) rank += __shfl_xor_sync(~0u, rank, step);
         if (ranks && part == 0) put(i, rank);
     }
@@ -132,12 +148,11 @@ __device__ __forceinline__ void rank_rising(const Key *keys, int n, const Put &p
 
 // Residency::elect. The uses of all experts change.
 __device__ inline void elect(const PolicyConfig &p, const Books &books, int experts, int slots, uint32_t election) {
-    const Threads t;
-    for (int e = t.thread; e < experts; e += t.threads) {
+    each(experts, [&](int e) {
         const int64_t votes = policy::votes(p, books.uses[e], election);
         books.worth[e] = votes > 0 ? -votes : policy::kNever;
         books.uses[e].marked = 0;
-    }
+    });
     __syncthreads();
     rank_rising(books.worth, experts, [&](int e, int rank) { books.uses[e].marked = rank < slots; });
     __syncthreads();
@@ -145,14 +160,12 @@ __device__ inline void elect(const PolicyConfig &p, const Books &books, int expe
 
 // Residency::protect_fewer, behind the marks of this step's hits.
 __device__ inline void protect_fewer(const PolicyConfig &p, const Books &books, int slots, int64_t tick) {
-    const Threads t;
     int marked = 0;
-    for (int base = 0; base < slots; base += t.threads) {
-        const int s = base + t.thread;
+    each_together(slots, [&](int s) {
         const bool mine = s < slots && books.inside[s] >= 0 && books.uses[books.inside[s]].marked;
         if (s < slots) books.worth[s] = mine ? books.uses[books.inside[s]].last : policy::kNever;
         marked += __syncthreads_count(mine);
-    }
+    });
     const int excess = marked - policy::most_protected(p, slots);
     if (excess <= 0) return;
     rank_rising(books.worth, slots, [&](int s, int rank) {
@@ -171,15 +184,14 @@ __device__ __forceinline__ bool all_change(const PolicyConfig &p) {
 // What a step that does not bypass leaves behind of all that it wants, in books.uses. Nothing if it is `last` alone.
 __device__ inline void note_uses(const PolicyConfig &p, const Books &books, int experts, int slots, int64_t tick,
                                  uint32_t epoch, uint32_t election) {
-    const Threads t;
     if (p.kind == MOEPOOL_POLICY_REELECT && epoch != election) elect(p, books, experts, slots, election);
     if (!policy::counts(p) && !all_change(p)) return;
-    for (int e = t.thread; e < experts; e += t.threads) {
-        if (books.count[e] == 0) continue;
+    each(experts, [&](int e) {
+        if (books.count[e] == 0) return;
         if (policy::counts(p)) policy::count_use(p, books.uses[e], epoch);
         books.uses[e].last = tick;
         if (p.kind == MOEPOOL_POLICY_SLRU && books.slot[e] >= 0) books.uses[e].marked = 1;
-    }
+    });
     if (p.kind != MOEPOOL_POLICY_SLRU) return;
     __syncthreads();
     protect_fewer(p, books, slots, tick);
@@ -207,18 +219,19 @@ __device__ inline void trace_step(const Step &step, DeviceState *state, uint32_t
     if (t.thread == 0) {
         const trace::Header header = {static_cast<uint32_t>(words), tick,  step.tokens, step.k, admitted,
                                       MOEPOOL_TRACE_DECODE,         bypass};
+#pragma unroll
         for (int i = 0; i < trace::kHeaderWords; ++i) put(i, header.word(i));
     }
-    for (int p = t.thread; p < places; p += t.threads) put(trace::kHeaderWords + p, books.id[p]);
-    for (int i = t.thread; i < met; i += t.threads) {
+    each(places, [&](int place) { put(trace::kHeaderWords + place, books.id[place]); });
+    each(met, [&](int i) {
         const int s = books.victims[i];
-        if (s < 0) continue;
+        if (s < 0) return;
         int at = trace::kHeaderWords + places;
         for (int other = 0; other < i; ++other) at += books.victims[other] >= 0 ? trace::kAdmissionWords : 0;
         put(at, ranked[i]);
         put(at + 1, s);
         put(at + 2, books.inside[s]);
-    }
+    });
     __threadfence_system();
     __syncthreads();
     if (t.thread == 0) publish(&state->traced, uint64_t{begin + words});
@@ -240,8 +253,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     Outlook &outlook = tally.outlook;
     int *const count = books.count, *const slot = books.slot, *const inside = books.inside, *const id = books.id;
 
-    const Threads t;
-    const int thread = t.thread, threads = t.threads, lane = thread % 32;
+    const int thread = Threads().thread, lane = thread & 31;
     const int64_t tick_before = a.state->tick;
     const int slots = a.state->slots;
     const bool leased = a.state->leased > 0;
@@ -249,7 +261,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     const uint8_t *record = nullptr;  // of the missing expert, or the single place, `thread`: asked for early
     // All is asked for at once.
     const int most = max(max(experts, a.slots), max(places, kBell ? kOutlookWords : 0));
-    for (int i = thread; i < most; i += threads) {
+    each(most, [&](int i) {
         const bool is_expert = i < experts, is_slot = i < a.slots, is_place = i < places;
         const int64_t wide = is_place ? read_id(step, i) : -1;
         const int in_slot = is_expert ? residents.slot_of[i] : -1, in_here = is_slot ? a.expert_in[i] : -1;
@@ -270,14 +282,14 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         }
         if (is_slot) inside[i] = in_here;
         if constexpr (kBell) keep_word(outlook, i, word);
-    }
+    });
     __syncthreads();
 
     // In rising order of the experts: hits, the missing, and, for more tokens, where each one's places and tiles begin.
     // A warp counts 32 of them, and then adds up what all have counted.
     const int chunks = (experts + 31) / 32;
-    for (int base = 0; base < experts; base += threads) {
-        const int e = base + thread, n = e < experts ? count[e] : 0;
+    each_together(experts, [&](int e) {
+        const int n = e < experts ? count[e] : 0;
         const bool absent = n > 0 && slot[e] < 0;
         const unsigned absentees = __ballot_sync(~0u, absent), present = __ballot_sync(~0u, n > 0 && !absent);
         const int here = n + (n + kMostDecodeTokens - 1) / kMostDecodeTokens * kHalf;
@@ -287,7 +299,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
             tally.absentees[e / 32] = absentees;
             tally.counted[e / 32] = {__popc(present) + __popc(absentees) * kHalf, up_to};
         }
-    }
+    });
     __syncthreads();
     const Counted counted = lane < chunks ? tally.counted[lane] : Counted{0, 0};
     const int found_up_to = warp_inclusive_sum(counted.hits_misses, lane, chunks);
@@ -309,18 +321,18 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
 
     if (misses > 0) {
         if (advances) note_uses(p, books, experts, slots, tick, epoch, election);
-        for (int base = 0; base < experts; base += threads) {
-            const int e = base + thread, chunk = min(e / 32, chunks - 1);
+        each_together(experts, [&](int e) {
+            const int chunk = min(e / 32, chunks - 1);
             const int before = __shfl_sync(~0u, found_up_to - counted.hits_misses, chunk) / kHalf;
-            if (e >= experts || !(tally.absentees[chunk] >> lane & 1)) continue;
+            if (e >= experts || !(tally.absentees[chunk] >> lane & 1)) return;
             const int i = before + __popc(tally.absentees[chunk] & ((1u << lane) - 1));
             books.missing[i] = e;
             books.meets[e] = i;
             if (ranks) books.claims[i] = -static_cast<int>(policy::claim(p, books.uses[e], epoch));
             if (!single && e == thread) record = residents.records[e];
-        }
+        });
         if (admits)
-            for (int s = thread; s < slots; s += threads) {
+            each(slots, [&](int s) {
                 int64_t worth = policy::kNever;
                 if (!leased || a.leases[s] == 0) {
                     const int e = inside[s];
@@ -331,7 +343,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
                 }
                 books.worth[s] = worth;
                 books.victims[s] = -1;
-            }
+            });
         __syncthreads();
         if (ranks) {
             rank_rising(books.claims, misses, [&](int i, int rank) {
@@ -348,9 +360,10 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         hosted = hosted_misses + (all_host ? hits : 0);
         if (thread == 0) begin_times(step);
         if (hosted > 0) {
-            for (int i = misses - hosted_misses + thread; i < misses; i += threads) books.host[ranked[i]] = 1;
             if (all_host)
-                for (int e = thread; e < experts; e += threads) books.host[e] = count[e] > 0;
+                each(experts, [&](int e) { books.host[e] = count[e] > 0; });
+            else
+                each(hosted_misses, [&](int i) { books.host[ranked[misses - 1 - i]] = 1; });
             __syncthreads();
             post(step, outlook, a.columns, a.quantised, a.floats, id, books.host);
         } else {
@@ -391,30 +404,30 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
                           0};
     };
     if (single) {
-        for (int j = thread; j < places; j += threads) {
+        each(places, [&](int j) {
             tables.order[j] = j;
             tables.tiles[j] = id[j] >= 0 ? tile_of(id[j], j == thread ? record : residents.records[id[j]], j, 1)
                                          : DecodeTile{nullptr, nullptr, j, 0, 0, 0};
-        }
+        });
     } else {
         const int before = placed_up_to - counted.places_tiles;
-        for (int base = 0; base < experts; base += threads) {
-            const int e = base + thread, chunk = min(e / 32, chunks - 1);
-            const int begin = __shfl_sync(~0u, before, chunk);
-            if (e >= experts || count[e] == 0) continue;
+        each_together(experts, [&](int e) {
+            const int begin = __shfl_sync(~0u, before, min(e / 32, chunks - 1));
+            if (e >= experts || count[e] == 0) return;
             const int first = begin + books.first[e];
             DecodeTile tile = tile_of(e, e == thread ? record : residents.records[e], first % kHalf, 0);
+#pragma unroll 1
             for (int i = 0, left = count[e]; left > 0; ++i, left -= kMostDecodeTokens) {
                 tile.count = min(kMostDecodeTokens, left);
                 tables.tiles[first / kHalf + i] = tile;
                 tile.first += kMostDecodeTokens;
             }
-        }
-        for (int base = 0; base < places; base += threads) {
-            const int j = base + thread, e = j < places ? max(id[j], 0) : 0;
+        });
+        each_together(places, [&](int j) {
+            const int e = j < places ? max(id[j], 0) : 0;
             const int begin = __shfl_sync(~0u, before, e / 32);
             if (j < places && id[j] >= 0) tables.order[(begin + books.first[e]) % kHalf + books.turn[j]] = j;
-        }
+        });
     }
     if (thread == 0) *tables.tile_count = single ? places : placed / kHalf;
     __syncthreads();
@@ -423,10 +436,10 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     // Nobody of this step waits for what follows.
     if (advances && misses == 0) note_uses(p, books, experts, slots, tick, epoch, election);
     if (met > 0) {
-        for (int i = thread; i < met; i += threads) {
+        each(met, [&](int i) {
             const int e = ranked[i], s = slot_for(e), evicted = s >= 0 ? inside[s] : -1;
             books.victims[i] = s;
-            if (s < 0) continue;
+            if (s < 0) return;
             if (evicted >= 0) atomicAdd(&tally.evictions, 1);
             const int n = atomicAdd(&tally.admissions, 1);
             if (single) {
@@ -436,21 +449,22 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
                 residents.slot_of[e] = s;
             }
             a.expert_in[s] = e;
-        }
+        });
         __syncthreads();
         if (p.kind == MOEPOOL_POLICY_SLRU) {
-            for (int i = thread; i < met; i += threads)
+            each(met, [&](int i) {
                 if (const int s = books.victims[i]; s >= 0 && inside[s] >= 0) books.uses[inside[s]].marked = 0;
+            });
             __syncthreads();
         }
     }
     if (advances)
-        for (int e = thread; e < experts; e += threads) {
+        each(experts, [&](int e) {
             if (all_change(p) || (policy::counts(p) && count[e] > 0))
                 a.uses[e] = books.uses[e];
             else if (count[e] > 0)
                 a.uses[e].last = tick;
-        }
+        });
     const int admitted = tally.admissions;
     if (thread == 0) {
         if (single) *tables.commit_count = admitted;
