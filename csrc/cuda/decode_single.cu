@@ -110,9 +110,9 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, 2)
     if (blockIdx.x == 0) {
         const uint32_t sequence = __ldcg(step.tables.sequence) + 1;
         if (step.bell.state)  // beside the others
-            resolve_block<true>(step, arguments, memory, sequence);
+            resolve_block<true, true>(step, arguments, memory, sequence);
         else
-            resolve_block<false>(step, arguments, memory, sequence);
+            resolve_block<false, true>(step, arguments, memory, sequence);
         if (warp == 0 && lane == 0 && !step.bell.by_nodes && has_answer(step.bell)) poll_answer(step.bell);
         return;
     }

@@ -14,9 +14,9 @@ namespace moepool {
 namespace cuda {
 namespace {
 
-__device__ __forceinline__ int warp_inclusive_sum(int value, int lane, int values = 32) {
+__device__ __forceinline__ uint32_t warp_inclusive_sum(uint32_t value, int lane, int values = 32) {
     for (int step = 1; step < values; step *= 2) {
-        const int other = __shfl_up_sync(~0u, value, step);
+        const uint32_t other = __shfl_up_sync(~0u, value, step);
         if (lane >= step) value += other;
     }
     return value;
@@ -48,10 +48,14 @@ __device__ __forceinline__ void each_together(int n, const F &f) {
     for (int base = 0; base < n; base += t.threads) f(base + t.thread);
 }
 
-// Of 32 experts, counts of two kinds in a word each: what is below kHalf, and what is above.
-constexpr int kHalf = 1 << 16;
-struct Counted {
-    int hits_misses, places_tiles;
+// Counts of two kinds in a word.
+struct Pair {
+    uint32_t word;
+    static __device__ __forceinline__ Pair of(int low, int high) {
+        return {static_cast<uint32_t>(low) | static_cast<uint32_t>(high) << 16};
+    }
+    __device__ __forceinline__ int low() const { return static_cast<int>(word & 0xffff); }
+    __device__ __forceinline__ int high() const { return static_cast<int>(word >> 16); }
 };
 
 // What a step works with, in shared memory.
@@ -59,35 +63,38 @@ struct Tally {
     unsigned long long bad;  // the first place out of range
     int admissions, evictions;
     uint32_t absentees[32];  // bits, by expert: wanted and in no slot
-    Counted counted[32];     // by 32 experts
+    Pair found[32];          // by 32 experts: hits and misses
+    Pair placed[32];         // places and tiles; of more tokens than one
     Outlook outlook;         // of a pool with a doorbell
 };
 static_assert(sizeof(Tally) <= kTallyBytes, "resolve_shared_bytes has room for it");
 
 struct Books {
     Tally &tally;
-    Use *uses;       // by expert
-    int64_t *worth;  // by slot; of an election, the votes by expert
-    int *count;      // by expert: places
-    int *first;     // its first place in order, and kHalf times its first tile, without those of the 32s before its own
-    int *slot;      // before the step, or -1
-    int *meets;     // of a missing expert: which victim
-    int *missing;   // experts, rising
-    int *claims;    // theirs, negative
-    int *ranked;    // the same experts in the order in which they come in
-    int *inside;    // by slot: its expert
-    int *victims;   // slots; -1: there is none, or the miss that met it may not replace it
-    int *id;        // by place
-    int *turn;      // by place: which of its expert's
-    uint8_t *host;  // by expert: the CPU computes it
+    Use *uses;               // by expert
+    int64_t *worth;          // by slot; of an election, the votes by expert
+    const uint8_t **record;  // by expert: in host memory
+    int *count;              // by expert: places
+    Pair *first;             // its first place in order, and its first tile, without those of the 32s before its own
+    int *slot;               // before the step, or -1
+    int *meets;              // of a missing expert: which victim
+    int *missing;            // experts, rising
+    int *claims;             // theirs, negative
+    int *ranked;             // the same experts in the order in which they come in
+    int *inside;             // by slot: its expert
+    int *victims;            // slots; -1: there is none, or the miss that met it may not replace it
+    int *id;                 // by place
+    int *turn;               // by place: which of its expert's
+    uint8_t *host;           // by expert: the CPU computes it
 
     __device__ Books(uint8_t *memory, int experts, int slots)
         : tally(*reinterpret_cast<Tally *>(memory)),
           uses(reinterpret_cast<Use *>(memory + kTallyBytes)),
           worth(reinterpret_cast<int64_t *>(uses + experts)),
-          count(reinterpret_cast<int *>(worth + experts)),
-          first(count + experts),
-          slot(first + experts),
+          record(reinterpret_cast<const uint8_t **>(worth + experts)),
+          count(reinterpret_cast<int *>(record + experts)),
+          first(reinterpret_cast<Pair *>(count + experts)),
+          slot(reinterpret_cast<int *>(first + experts)),
           meets(slot + experts),
           missing(meets + experts),
           claims(missing + experts),
@@ -127,8 +134,10 @@ __device__ __forceinline__ void prepare_books(const Step &step, const ResolveArg
 template <class Key, class Put>
 __device__ __forceinline__ void rank_rising(const Key *keys, int n, const Put &put) {
     const Threads t;
-    int shift = 5;
-    while (shift > 0 && n << shift > t.threads) --shift;
+    if (n == 0) return;
+    int shift = min(__clz(n) - __clz(t.threads), 5);
+    if (shift > 0 && n << shift > t.threads) --shift;
+    shift = max(shift, 0);
     const int lanes = 1 << shift, part = t.thread & (lanes - 1);
 #pragma unroll 1
     for (int base = 0; base < n; base += t.threads >> shift) {
@@ -239,15 +248,14 @@ __device__ inline void trace_step(const Step &step, DeviceState *state, uint32_t
 
 // memory: shared, resolve_shared_bytes(experts, slots) of it, prepared. sequence: the number of this step, which is
 // published when the tables are written; what nobody waits for is done behind that. kBell: the pool has a doorbell;
-// others bear nothing of it. All threads of the block; whole warps.
-template <bool kBell>
+// others bear nothing of it. kSingle: Step::single. All threads of the block; whole warps.
+template <bool kBell, bool kSingle>
 __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArguments &a, uint8_t *memory,
                                               uint32_t sequence) {
     const Residents &residents = step.residents;
     const StepTables &tables = step.tables;
     const PolicyConfig &p = a.policy;
-    const int experts = residents.experts, places = step.tokens * step.k;
-    const bool single = step.single;
+    const int experts = residents.experts, places = kSingle ? step.k : step.tokens * step.k;
     const Books books(memory, experts, a.slots);
     Tally &tally = books.tally;
     Outlook &outlook = tally.outlook;
@@ -257,79 +265,89 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     const int64_t tick_before = a.state->tick;
     const int slots = a.state->slots;
     const bool leased = a.state->leased > 0;
-    uint32_t *const ring = a.state->trace;
-    const uint8_t *record = nullptr;  // of the missing expert, or the single place, `thread`: asked for early
-    // All is asked for at once.
+    // All is asked for at once, and nothing is looked at before.
     const int most = max(max(experts, a.slots), max(places, kBell ? kOutlookWords : 0));
     each(most, [&](int i) {
-        const bool is_expert = i < experts, is_slot = i < a.slots, is_place = i < places;
-        const int64_t wide = is_place ? read_id(step, i) : -1;
+        const bool is_expert = i < experts, is_slot = i < a.slots, is_place = i < places, is_wide = step.bits == 64;
+        int narrow = -1;
+        int64_t wide = -1;
+        if (is_place && !is_wide) narrow = static_cast<const int32_t *>(step.ids)[i];
+        if (is_place && is_wide) wide = static_cast<const int64_t *>(step.ids)[i];
         const int in_slot = is_expert ? residents.slot_of[i] : -1, in_here = is_slot ? a.expert_in[i] : -1;
-        const Use used = is_expert ? a.uses[i] : Use{};
+        const int4 used = is_expert ? reinterpret_cast<const int4 *>(a.uses)[i] : int4{};
+        const uint8_t *record = is_expert ? residents.records[i] : nullptr;
         uint32_t word = 0;
         if constexpr (kBell) word = outlook_word(step.bell, i);
-        if (is_place) {
-            const bool valid = wide >= -1 && wide < experts;
-            const int expert = valid ? static_cast<int>(wide) : Route::kInvalid;
-            if (!valid) atomicMin(&tally.bad, static_cast<unsigned long long>(i));
-            if (expert >= 0) books.turn[i] = atomicAdd(&count[expert], 1);
-            if (single && i == thread && expert >= 0) record = residents.records[expert];
-            id[i] = tables.ids[i] = expert;
-        }
         if (is_expert) {
             slot[i] = in_slot;
-            books.uses[i] = used;
+            reinterpret_cast<int4 *>(books.uses)[i] = used;
+            books.record[i] = record;
         }
         if (is_slot) inside[i] = in_here;
         if constexpr (kBell) keep_word(outlook, i, word);
+        if (!is_place) return;
+        if (!is_wide) wide = narrow;
+        const bool valid = wide >= -1 && wide < experts;
+        const int expert = valid ? static_cast<int>(wide) : Route::kInvalid;
+        if (!valid) atomicMin(&tally.bad, static_cast<unsigned long long>(i));
+        id[i] = tables.ids[i] = expert;
+        if (expert < 0) return;
+        const int turn = atomicAdd(&count[expert], 1);
+        if constexpr (!kSingle) books.turn[i] = turn;
     });
     __syncthreads();
 
     // In rising order of the experts: hits, the missing, and, for more tokens, where each one's places and tiles begin.
     // A warp counts 32 of them, and then adds up what all have counted.
-    const int chunks = (experts + 31) / 32;
+    const int chunks = (experts + 31) >> 5;
     each_together(experts, [&](int e) {
-        const int n = e < experts ? count[e] : 0;
+        const int n = e < experts ? count[e] : 0, chunk = e >> 5;
         const bool absent = n > 0 && slot[e] < 0;
         const unsigned absentees = __ballot_sync(~0u, absent), present = __ballot_sync(~0u, n > 0 && !absent);
-        const int here = n + (n + kMostDecodeTokens - 1) / kMostDecodeTokens * kHalf;
-        const int up_to = single ? 0 : warp_inclusive_sum(here, lane);
-        if (e < experts) books.first[e] = up_to - here;
-        if (lane == 31 && e / 32 < chunks) {
-            tally.absentees[e / 32] = absentees;
-            tally.counted[e / 32] = {__popc(present) + __popc(absentees) * kHalf, up_to};
-        }
+        const uint32_t here = Pair::of(n, (n + kMostDecodeTokens - 1) / kMostDecodeTokens).word;
+        const uint32_t up_to = kSingle ? 0 : warp_inclusive_sum(here, lane);
+        if (!kSingle && e < experts) books.first[e] = {up_to - here};
+        if (lane < 31 || chunk >= chunks) return;
+        tally.absentees[chunk] = absentees;
+        tally.found[chunk] = Pair::of(__popc(present), __popc(absentees));
+        tally.placed[chunk] = {up_to};
     });
     __syncthreads();
-    const Counted counted = lane < chunks ? tally.counted[lane] : Counted{0, 0};
-    const int found_up_to = warp_inclusive_sum(counted.hits_misses, lane, chunks);
-    const int placed_up_to = single ? 0 : warp_inclusive_sum(counted.places_tiles, lane, chunks);
-    const int found = __shfl_sync(~0u, found_up_to, chunks - 1), placed = __shfl_sync(~0u, placed_up_to, chunks - 1);
-    const int hits = found % kHalf, misses = found / kHalf;
+    const uint32_t found_here = lane < chunks ? tally.found[lane].word : 0;
+    const uint32_t placed_here = !kSingle && lane < chunks ? tally.placed[lane].word : 0;
+    const uint32_t found_up_to = warp_inclusive_sum(found_here, lane, chunks);
+    const uint32_t placed_up_to = kSingle ? 0 : warp_inclusive_sum(placed_here, lane, chunks);
+    const Pair found = {__shfl_sync(~0u, found_up_to, chunks - 1)};
+    const Pair placed = {kSingle ? 0 : __shfl_sync(~0u, placed_up_to, chunks - 1)};
+    const int hits = found.low(), misses = found.high();
 
     const bool bypass = hits + misses > slots, advances = !bypass && hits + misses > 0;
     const int64_t tick = tick_before + (hits + misses > 0);
-    const uint32_t epoch = advances && policy::counts(p) ? policy::epoch_of(p, tick) : 0;
-    const uint32_t election = p.kind == MOEPOOL_POLICY_REELECT ? a.state->election : 0;
     const bool admits = advances && misses > 0 && p.kind != MOEPOOL_POLICY_STATIC;
     const bool ranks = admits && policy::ranks_misses(p);
     const bool divides = kBell && step.bell.divides;
-    const int wanted_places = single ? hits + misses : placed % kHalf;
+    const int wanted_places = kSingle ? hits + misses : placed.low();
     int met = admits ? a.admit < 0 ? misses : min(misses, a.admit) : 0;  // misses that may meet a victim
     int hosted_misses = 0, hosted = 0;
     const int *const ranked = ranks ? books.ranked : books.missing;
+    uint32_t epoch = 0;
+    const auto keep_law = [&] {
+        if (!advances) return;
+        if (policy::counts(p)) epoch = policy::epoch_of(p, tick);
+        note_uses(p, books, experts, slots, tick, epoch, p.kind == MOEPOOL_POLICY_REELECT ? a.state->election : 0);
+    };
 
     if (misses > 0) {
-        if (advances) note_uses(p, books, experts, slots, tick, epoch, election);
+        keep_law();
         each_together(experts, [&](int e) {
-            const int chunk = min(e / 32, chunks - 1);
-            const int before = __shfl_sync(~0u, found_up_to - counted.hits_misses, chunk) / kHalf;
-            if (e >= experts || !(tally.absentees[chunk] >> lane & 1)) return;
-            const int i = before + __popc(tally.absentees[chunk] & ((1u << lane) - 1));
+            const int chunk = min(e >> 5, chunks - 1);
+            const Pair before = {__shfl_sync(~0u, found_up_to - found_here, chunk)};
+            const uint32_t absentees = tally.absentees[chunk];
+            if (e >= experts || !(absentees >> lane & 1)) return;
+            const int i = before.high() + __popc(absentees & ((1u << lane) - 1));
             books.missing[i] = e;
             books.meets[e] = i;
             if (ranks) books.claims[i] = -static_cast<int>(policy::claim(p, books.uses[e], epoch));
-            if (!single && e == thread) record = residents.records[e];
         });
         if (admits)
             each(slots, [&](int s) {
@@ -394,47 +412,46 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         return s;
     };
     const auto slot_address = [&](int s) { return residents.arena + s * residents.record_bytes; };
-    const auto tile_of = [&](int e, const uint8_t *in_host, int begin, int n) {
+    const auto tile_of = [&](int e, int begin, int n) {
         const int fill = slot[e] < 0 && met > 0 ? slot_for(e) : -1;
-        return DecodeTile{slot[e] >= 0 ? slot_address(slot[e]) : in_host,
+        return DecodeTile{slot[e] >= 0 ? slot_address(slot[e]) : books.record[e],
                           fill >= 0 ? slot_address(fill) : nullptr,
                           begin,
                           n,
                           kBell ? books.host[e] : 0,
                           0};
     };
-    if (single) {
+    if constexpr (kSingle) {
         each(places, [&](int j) {
             tables.order[j] = j;
-            tables.tiles[j] = id[j] >= 0 ? tile_of(id[j], j == thread ? record : residents.records[id[j]], j, 1)
-                                         : DecodeTile{nullptr, nullptr, j, 0, 0, 0};
+            tables.tiles[j] = id[j] >= 0 ? tile_of(id[j], j, 1) : DecodeTile{nullptr, nullptr, j, 0, 0, 0};
         });
     } else {
-        const int before = placed_up_to - counted.places_tiles;
+        const uint32_t before = placed_up_to - placed_here;
         each_together(experts, [&](int e) {
-            const int begin = __shfl_sync(~0u, before, min(e / 32, chunks - 1));
+            const uint32_t begin = __shfl_sync(~0u, before, min(e >> 5, chunks - 1));
             if (e >= experts || count[e] == 0) return;
-            const int first = begin + books.first[e];
-            DecodeTile tile = tile_of(e, e == thread ? record : residents.records[e], first % kHalf, 0);
+            const Pair first = {begin + books.first[e].word};
+            DecodeTile tile = tile_of(e, first.low(), 0);
 #pragma unroll 1
             for (int i = 0, left = count[e]; left > 0; ++i, left -= kMostDecodeTokens) {
                 tile.count = min(kMostDecodeTokens, left);
-                tables.tiles[first / kHalf + i] = tile;
+                tables.tiles[first.high() + i] = tile;
                 tile.first += kMostDecodeTokens;
             }
         });
         each_together(places, [&](int j) {
             const int e = j < places ? max(id[j], 0) : 0;
-            const int begin = __shfl_sync(~0u, before, e / 32);
-            if (j < places && id[j] >= 0) tables.order[(begin + books.first[e]) % kHalf + books.turn[j]] = j;
+            const uint32_t begin = __shfl_sync(~0u, before, e >> 5);
+            if (j < places && id[j] >= 0) tables.order[Pair{begin + books.first[e].word}.low() + books.turn[j]] = j;
         });
     }
-    if (thread == 0) *tables.tile_count = single ? places : placed / kHalf;
+    if (thread == 0) *tables.tile_count = kSingle ? places : placed.high();
     __syncthreads();
     if (thread == 0) publish(tables.resolved, sequence);
 
     // Nobody of this step waits for what follows.
-    if (advances && misses == 0) note_uses(p, books, experts, slots, tick, epoch, election);
+    if (misses == 0) keep_law();
     if (met > 0) {
         each(met, [&](int i) {
             const int e = ranked[i], s = slot_for(e), evicted = s >= 0 ? inside[s] : -1;
@@ -442,7 +459,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
             if (s < 0) return;
             if (evicted >= 0) atomicAdd(&tally.evictions, 1);
             const int n = atomicAdd(&tally.admissions, 1);
-            if (single) {
+            if (kSingle) {
                 tables.commits[n] = {evicted, e, s};
             } else {
                 if (evicted >= 0) residents.slot_of[evicted] = -1;
@@ -467,7 +484,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         });
     const int admitted = tally.admissions;
     if (thread == 0) {
-        if (single) *tables.commit_count = admitted;
+        if (kSingle) *tables.commit_count = admitted;
         a.state->tick = tick;
         if (advances && p.kind == MOEPOOL_POLICY_REELECT) a.state->election = epoch;
         if constexpr (kBell) {
@@ -497,7 +514,8 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
             told->place = at;
         }
     }
-    if (ring) trace_step(step, a.state, ring, books, ranked, tick, bypass, met, admitted);
+    if (uint32_t *const ring = a.state->trace)
+        trace_step(step, a.state, ring, books, ranked, tick, bypass, met, admitted);
 }
 
 }  // namespace
