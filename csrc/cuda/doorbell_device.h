@@ -73,8 +73,9 @@ __device__ __forceinline__ void begin_times(const Step &step) {
     state.ready = state.answered = state.ended = 0;
 }
 
-// The lesson of the step before, for the next one. By one thread, when nobody waits for the books.
-__device__ __forceinline__ void learn(const Step &step, const Outlook &outlook) {
+// The lesson of the step before, for the next one. By one thread, when nobody waits for the books. Not inlined: its
+// divisions would take registers from all the rest.
+__device__ __noinline__ void learn(const Step &step, const Outlook &outlook) {
     if (!step.bell.divides) return;
     const BellState &seen = outlook.seen;
     BellState &state = *step.bell.state;

@@ -146,11 +146,14 @@ __device__ __forceinline__ void rank_rising(const Key *keys, int n, const Put &p
         const bool ranks = i < n && mine != policy::kNever;
         int rank = 0;
         if (ranks) {
-#pragma unroll 4
-            for (int other = part; other < n; other += lanes) rank += keys[other] < mine + (other < i);
+            const Key up_to = mine + 1;  // those in front of it win ties
+#pragma unroll 2
+            for (int other = part; other < n; other += lanes) rank += keys[other] < (other < i ? up_to : mine);
         }
-#pragma unroll 1
-        for (int step = 1; step < lanes; step *= 2) rank += __shfl_xor_sync(~0u, rank, step);
+        for (int step = 1; step < 32; step *= 2) {
+            const int others = __shfl_xor_sync(~0u, rank, step);
+            if (step < lanes) rank += others;
+        }
         if (ranks && part == 0) put(i, rank);
     }
 }
@@ -330,6 +333,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     int met = admits ? a.admit < 0 ? misses : min(misses, a.admit) : 0;  // misses that may meet a victim
     int hosted_misses = 0, hosted = 0;
     const int *const ranked = ranks ? books.ranked : books.missing;
+    const bool by_last = p.kind == MOEPOOL_POLICY_LRU;  // without the jump that policy::worth is
     uint32_t epoch = 0;
     const auto keep_law = [&] {
         if (!advances) return;
@@ -357,7 +361,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
                     if (e < 0)
                         worth = policy::keeps(p, s) ? policy::kNever : policy::kEmpty;
                     else if (count[e] == 0 && policy::may_go(p, books.uses[e], s))
-                        worth = policy::worth(p, books.uses[e], epoch);
+                        worth = by_last ? books.uses[e].last : policy::worth(p, books.uses[e], epoch);
                 }
                 books.worth[s] = worth;
                 books.victims[s] = -1;
