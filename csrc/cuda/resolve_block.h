@@ -62,6 +62,7 @@ struct Pair {
 struct Tally {
     unsigned long long bad;  // the first place out of range
     int admissions, evictions;
+    uint32_t *ring;          // DeviceState::trace
     uint32_t absentees[32];  // bits, by expert: wanted and in no slot
     Pair found[32];          // by 32 experts: hits and misses
     Pair placed[32];         // places and tiles; of more tokens than one
@@ -279,6 +280,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         const int in_slot = is_expert ? residents.slot_of[i] : -1, in_here = is_slot ? a.expert_in[i] : -1;
         const int4 used = is_expert ? reinterpret_cast<const int4 *>(a.uses)[i] : int4{};
         const uint8_t *record = is_expert ? residents.records[i] : nullptr;
+        uint32_t *const ring = i == 0 ? a.state->trace : nullptr;
         uint32_t word = 0;
         if constexpr (kBell) word = outlook_word(step.bell, i);
         if (is_expert) {
@@ -287,6 +289,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
             books.record[i] = record;
         }
         if (is_slot) inside[i] = in_here;
+        if (i == 0) tally.ring = ring;
         if constexpr (kBell) keep_word(outlook, i, word);
         if (!is_place) return;
         if (!is_wide) wide = narrow;
@@ -487,7 +490,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
                 a.uses[e].last = tick;
         });
     const int admitted = tally.admissions;
-    if (thread == 0) {
+    if (thread == (Threads().threads > 32 ? 32 : 0)) {  // not who publishes: that takes as long as all of this
         if (kSingle) *tables.commit_count = admitted;
         a.state->tick = tick;
         if (advances && p.kind == MOEPOOL_POLICY_REELECT) a.state->election = epoch;
@@ -518,8 +521,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
             told->place = at;
         }
     }
-    if (uint32_t *const ring = a.state->trace)
-        trace_step(step, a.state, ring, books, ranked, tick, bypass, met, admitted);
+    if (tally.ring) trace_step(step, a.state, tally.ring, books, ranked, tick, bypass, met, admitted);
 }
 
 }  // namespace
