@@ -113,15 +113,18 @@ static_assert(sizeof(Use) == 16, "a use is one load");
 __device__ __forceinline__ void prepare_books(const Step &step, const ResolveArguments &a, uint8_t *memory) {
     const int experts = step.residents.experts;
     const Books books(memory, experts, a.slots);
-    const auto bring = [&](const auto *from, int count) {
-        constexpr int kLine = sizeof(*from) < 128 ? 128 / sizeof(*from) : 1;
-        each((count + kLine - 1) / kLine, [&](int line) { prefetch(from + kLine * line); });
+    const auto bring = [](const auto *from, int count) {
+        constexpr int kLine = 128;
+        const auto *bytes = reinterpret_cast<const char *>(from);
+        each((count * static_cast<int>(sizeof(*from)) + kLine - 1) / kLine,
+             [&](int line) { prefetch(bytes + kLine * line); });
     };
     bring(a.state, 1);
     bring(step.residents.slot_of, experts);
     bring(a.uses, experts);
     bring(a.expert_in, a.slots);
     bring(step.residents.records, experts);
+    if (step.bell.state) bring(step.bell.state, 1);
     each(experts, [&](int e) { books.count[e] = books.host[e] = 0; });
     if (Threads().thread == 0) {
         books.tally.bad = ~0ull;

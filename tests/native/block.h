@@ -29,6 +29,9 @@ struct dim3 {
 struct int4 {
     int x, y, z, w;
 };
+struct uint4 {
+    unsigned x, y, z, w;
+};
 typedef struct CUstream_st *cudaStream_t;
 
 namespace block {
