@@ -12,7 +12,7 @@ namespace cuda {
 
 namespace {
 
-constexpr int kMostBooks = 40 << 10;  // bytes of shared memory that resolve takes: any device has them
+constexpr int kMostBooks = 46 << 10;  // bytes of shared memory that resolve takes: any device has them
 
 bool together(const Layer &layer) { return cuda::together(layer.matrices()[0], layer.matrices()[1]); }
 // Gate or up.

@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, 2)
         prepare_books(step, arguments, memory);
         wait_for_kernels_in_front();
         let_the_next_kernel_start();
-        resolve_block<kBell>(step, arguments, memory, number_of(step));  // beside the others
+        resolve_block<kBell, true>(step, arguments, memory, number_of(step));  // beside the others
         if (kBell && warp == 0 && lane == 0 && !step.bell.by_nodes && has_answer(step.bell)) poll_answer(step.bell);
         return;
     }

@@ -73,8 +73,9 @@ __device__ __forceinline__ void begin_times(const Step &step) {
     state.ready = state.answered = state.ended = 0;
 }
 
-// The lesson of the step before, for the next one. By one thread, when nobody waits for the books.
-__device__ __forceinline__ void learn(const Step &step, const Outlook &outlook) {
+// The lesson of the step before, for the next one. By one thread, when nobody waits for the books. Not inlined: its
+// divisions would take registers from all the rest.
+__device__ __noinline__ void learn(const Step &step, const Outlook &outlook) {
     if (!step.bell.divides) return;
     const BellState &seen = outlook.seen;
     BellState &state = *step.bell.state;
@@ -254,11 +255,16 @@ __device__ __forceinline__ void poll_answer(const Bell &bell) {
     if (!lost) {
         const unsigned long long begun = device_ns();
         while (load_from_host(&bell.answer->epoch) != epoch) {
-            if (device_ns() - begun < bell.timeout_ns) continue;
+            const uint64_t waited = device_ns() - begun;
+            if (waited < min(bell.timeout_ns, bell.give_up_ns)) continue;
+            const bool itself = waited >= bell.timeout_ns;
+            if (!itself && !load_from_host(bell.silence)) continue;
             lost = true;
             state.poisoned = 1;
+            if (itself) store_to_host(bell.silence, 1);
             bell.trouble->epoch = epoch;
-            store_to_host(&bell.trouble->timed_out, 1);
+            bell.trouble->waited_us = static_cast<uint32_t>(waited / 1000);
+            store_to_host(&bell.trouble->timed_out, itself ? doorbell::kItself : doorbell::kLikeOthers);
             break;
         }
     }

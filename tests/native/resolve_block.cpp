@@ -107,9 +107,11 @@ struct Device {
         block::run(32, static_cast<unsigned>(warps), [&] {
             prepare_books(step, arguments, memory);
             if (step.bell.state)
-                resolve_block<true>(step, arguments, memory, sequence);
+                single ? resolve_block<true, true>(step, arguments, memory, sequence)
+                       : resolve_block<true, false>(step, arguments, memory, sequence);
             else
-                resolve_block<false>(step, arguments, memory, sequence);
+                single ? resolve_block<false, true>(step, arguments, memory, sequence)
+                       : resolve_block<false, false>(step, arguments, memory, sequence);
         });
         check(resolved == sequence, "the tables were not published");
         check(published == tables(), "the tables were published before they were whole");
