@@ -43,7 +43,7 @@ struct StepTables {
     int32_t *order;  // places by tile
     DecodeTile *tiles;
     int32_t *tile_count;
-    Commit *commits;
+    Commit *commits;  // with their count, not before resolve's kernel has ended
     int32_t *commit_count;
     uint32_t *sequence;  // steps that have ended
     uint32_t *resolved;  // the number of the last step whose tables are written
