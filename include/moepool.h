@@ -148,8 +148,9 @@ MOEPOOL_API moepool_status moepool_set_pinned_limit(int64_t bytes);
 /* How steps on a device ask the CPU for what it is to compute (moepool_pool_ffn). Of the process; holds for steps that
  * are launched or captured from then on, host_nodes for pools that have taken no step yet. */
 typedef struct moepool_doorbell_settings {
-    int64_t timeout_us; /* how long a step waits for an answer: 1,000,000. Once a pool: a graph of 48 layers waits 48
-                         * times so long if the CPU answers none. A display's watchdog ends kernels after 2 s */
+    int64_t timeout_us; /* how long a step waits for an answer: 1,000,000. If the CPU answers none, a graph of many
+                         * pools waits so long once, and then 10 ms a pool. A display's watchdog ends kernels after
+                         * 2 s */
     int32_t host_nodes; /* 1: a host function of the stream or graph asks, and no kernel waits: slower by some 40 us a
                          * layer. 0: kernels wait. -1: they do where that is safe, which it is not under Windows */
     int32_t period;     /* with miss = auto, steps of a pool from one comparison with the CPU alone to the next: 2048.
@@ -478,8 +479,8 @@ MOEPOOL_API moepool_status moepool_ffn(const moepool_route *route, const moepool
  * What miss = host or auto leaves to the CPU, a thread of this process computes on the threads of moepool_set_threads,
  * while the device waits: the process must run for a replay to end. If it does not answer in time
  * (moepool_doorbell_settings), the rows of that step's places and of later ones are NaN, no later step of this pool
- * waits, other pools wait for themselves, and the next call that uses the pool fails with MOEPOOL_ERROR_STATE, as do
- * all later steps of it. */
+ * waits, other pools give up after 10 ms for as long as the CPU takes up no request, and the next call that uses the
+ * pool fails with MOEPOOL_ERROR_STATE, as do all later steps of it. */
 MOEPOOL_API moepool_status moepool_pool_ffn(moepool_pool *pool, const moepool_ids *ids, moepool_phase phase,
                                             const moepool_rows *x, const void *weights, moepool_dtype weights_dtype,
                                             float *out, void *stream);

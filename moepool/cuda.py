@@ -230,9 +230,9 @@ def set_doorbell(*, timeout: float = 1.0, host_nodes: bool | None = None) -> Non
     ----------
     timeout : float
         Seconds that a step waits for the CPU, at least 1e-6. After that its rows and those of later steps of
-        the pool are NaN without another wait, and calls that use the pool raise :class:`StateError`. Each
-        pool finds that out by itself: a graph of 48 layers waits up to 48 times as long if the CPU answers
-        none of them. A display's watchdog ends kernels after 2 seconds.
+        the pool are NaN without another wait, and calls that use the pool raise :class:`StateError`. For as
+        long as the CPU takes up no request other pools give up after 10 milliseconds, so that a graph of
+        many layers waits once. A display's watchdog ends kernels after 2 seconds.
     host_nodes : bool, optional
         True: a host function in the stream or graph asks, and no kernel waits; some 40 microseconds a layer
         slower. False: kernels wait. None: kernels wait where that is safe, which it is not under Windows.

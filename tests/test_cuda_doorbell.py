@@ -295,6 +295,54 @@ def test_hits_ask_nobody(cupy: Any, layer: moepool.Layer) -> None:
             assert other.stats().host_bytes == before.host_bytes
 
 
+def test_slots_that_lose_are_left(cupy: Any, caplog: pytest.LogCaptureFixture) -> None:
+    """Slots for an eighth of many small experts, all of which are wanted: the CPU alone is quicker than both.
+
+    If not at once, then when others fill the link, of which the pool knows nothing. When few are wanted, the
+    slots win their place back.
+    """
+    tokens, k, experts, size = 16, 8, 128, 64 << 20
+    small = cases.Ffn("slots that lose", 512, 256, experts, k, "q8_0", "q8_0", "q8_0")
+    layer = layer_of(small)
+    draw = cases.Stream("slots that lose")
+    many, few = (cupy.asarray(draw.below(n, (64, tokens, k)).astype(np.int32)) for n in (experts, 8))
+    handles.set_doorbell(period=48)
+    stream, beside = (cupy.cuda.Stream(non_blocking=True) for _ in range(2))
+    load, filled = cupy.cuda.alloc_pinned_memory(size), cupy.empty(size, cupy.uint8)
+    with stream, few_slots(), moepool.Pool(layer, 16, device=DEVICE, miss="auto") as pool:
+        x, router = small.x(tokens), small.router(tokens)
+        given = [cupy.asarray(x), cupy.zeros((tokens, k), cupy.int32), cupy.asarray(router)]
+        out = cupy.empty((tokens, 512), cupy.float32)
+        graph = recorded(stream, partial(moepool.ExpertFFN(pool), *given, out=out))
+
+        def replayed(table: Any, busy: bool = False) -> float:
+            """64 steps; the part of the wanted experts that the CPU computed."""
+            before = pool.stats()
+            for ids in table:
+                if busy:
+                    cupy.cuda.runtime.memcpyAsync(filled.data.ptr, load.ptr, size, 1, beside.ptr)
+                given[1][...] = ids
+                graph.launch(stream)
+            stream.synchronize()
+            beside.synchronize()
+            after = pool.stats()
+            wanted = after.hits + after.misses - before.hits - before.misses
+            return (after.host_bytes - before.host_bytes) / layer.record_bytes / wanted
+
+        parts: list[float] = []
+        while len(parts) < 80 and not (pool.stats().step_backs and parts[-1] > 0.8):
+            parts.append(replayed(many, len(parts) > 40))
+        told = [round(part, 2) for part in parts]
+        assert pool.stats().step_backs > 0 and parts[-1] > 0.8, told
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "slower than the CPU alone" in caplog.text
+        rounds = next((i for i in range(40) if replayed(few) < 0.5), None)
+        assert rounds is not None, "the slots were not tried again"
+        with moepool.Pool(layer, 0) as law:
+            right = moepool.ExpertFFN(law)(x, get(given[1]), router)
+        assert_same(get(out), right, "the last step")
+
+
 # ------------------------------------------------------------------------------------------------- no answer
 
 
@@ -355,6 +403,51 @@ def test_a_cpu_that_does_not_answer(
             for _ in range(30):
                 assert_same(get(moepool.ExpertFFN(other)(*given)), right, "another pool")
                 time.sleep(0.06)
+
+
+@pytest.mark.parametrize("how", ["stalled", "killed"])
+def test_a_graph_waits_once(how: str, cupy: Any) -> None:
+    """Of three layers the first waits for the whole time-out, the others give up soon. New pools end it."""
+    stream = cupy.cuda.Stream(non_blocking=True)
+    made = [layer_of(ffn) for ffn in CHAIN]
+    given, x, ids, router = misses(cupy, 1)
+    out = cupy.empty((3, 1, 256), cupy.float32)
+    right = []
+    for layer in made:
+        with few_slots(), moepool.Pool(layer, 0) as law:
+            right.append(moepool.ExpertFFN(law)(x, ids, router))
+
+    def launched(pools: list[moepool.Pool]) -> float:
+        def whole() -> None:
+            for i, pool in enumerate(pools):
+                moepool.ExpertFFN(pool)(*given, out=out[i])
+
+        graph = recorded(stream, whole)
+        begun = time.perf_counter()
+        graph.launch(stream)
+        stream.synchronize()
+        return time.perf_counter() - begun
+
+    with stream, few_slots():
+        moepool.set_doorbell(timeout=0.4)
+        pools = [moepool.Pool(layer, 0, device=DEVICE, miss="host") for layer in made]
+        handles.set_doorbell(stall_us=1_000_000 if how == "stalled" else -1)
+        took = launched(pools)
+        assert 0.4 < took < 0.6, f"three layers waited {took} s"
+        assert (get(out).view(np.uint32) == NAN).all()
+        for i, pool in enumerate(pools):
+            why = "nor had it answered another pool in time" if i else "400 ms"
+            with pytest.raises(moepool.StateError, match=rf"{why}.*[Mm]ake a new pool"):
+                pool.stats()
+            pool.close()
+        # The silence is over: an answer that takes long is waited for, also by the layers behind.
+        handles.set_doorbell(stall_us=0, timeout_us=20_000_000)
+        pools = [moepool.Pool(layer, 0, device=DEVICE, miss="host") for layer in made]
+        handles.set_doorbell(stall_us=50_000)
+        launched(pools)
+        for i, pool in enumerate(pools):
+            assert_same(get(out[i]), right[i], f"layer {i} of a new pool")
+            pool.close()
 
 
 def test_an_answer_is_not_lost_in_a_pause(cupy: Any, layer: moepool.Layer) -> None:

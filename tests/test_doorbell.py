@@ -35,6 +35,7 @@ CASES = (
     "pace",
     "pauses_and_wrap",
     "refused_memory",
+    "silence",
     "time_out",
 )
 

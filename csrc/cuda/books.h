@@ -1,4 +1,5 @@
-// Publishing in device memory: what was written before can be read by whoever sees the value.
+// What is done with the books of a step in device memory. Publishing: what was written before can be read by whoever
+// sees the value.
 #pragma once
 
 #include <cstdint>
@@ -13,6 +14,8 @@ __device__ __forceinline__ void publish(uint32_t *at, uint32_t value) {
 __device__ __forceinline__ void publish(uint64_t *at, uint64_t value) {
     asm volatile("st.release.sys.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
+
+__device__ __forceinline__ void prefetch(const void *at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
 }  // namespace
 }  // namespace cuda

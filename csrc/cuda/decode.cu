@@ -11,7 +11,7 @@ namespace cuda {
 
 namespace {
 
-constexpr int kMostBooks = 40 << 10;  // bytes of shared memory that resolve takes: any device has them
+constexpr int kMostBooks = 46 << 10;  // bytes of shared memory that resolve takes: any device has them
 
 bool together(const Layer &layer) { return cuda::together(layer.matrices()[0], layer.matrices()[1]); }
 // Gate or up.
@@ -27,7 +27,7 @@ StepConfig configure(const Layer &layer, int64_t tokens, int64_t k) {
 struct Decoder::Workspace {
     const int64_t places;
     DeviceMemory<int32_t> ids, order, tile_count, commit_count;
-    DeviceMemory<uint32_t> resolved, finished, arrived;
+    DeviceMemory<uint32_t> sequence, resolved, finished, arrived;
     DeviceMemory<DecodeTile> tiles;
     DeviceMemory<Commit> commits;
     DeviceMemory<ActivationBlock> input, hidden;
@@ -41,7 +41,8 @@ struct Decoder::Workspace {
           order(count),
           tile_count(1),
           commit_count(1),
-          resolved(1),
+          sequence(1),
+          resolved(2),
           finished(1),
           arrived(1),
           tiles(count),
@@ -53,9 +54,11 @@ struct Decoder::Workspace {
           rows(count * layer.matrices()[2].rows),
           hosted(count) {}
 
-    StepTables tables() const {
-        return {ids.get(),          order.get(),    tiles.get(),    tile_count.get(), commits.get(),
-                commit_count.get(), resolved.get(), finished.get(), arrived.get()};
+    // Single steps and others may count in ways of their own, so either has a word that tells how far they are.
+    StepTables tables(bool single) const {
+        return {ids.get(),      order.get(),        tiles.get(),    tile_count.get(),
+                commits.get(),  commit_count.get(), sequence.get(), resolved.get() + single,
+                finished.get(), arrived.get()};
     }
 };
 
@@ -128,7 +131,9 @@ void Decoder::reserve(int64_t places) {
     while (room < places) room *= 2;
     auto made = std::make_unique<Workspace>(room, layer_);
     const uint32_t none = 0;
-    for (uint32_t *count : {made->finished.get(), made->resolved.get(), made->arrived.get()}) copy(count, &none, 1);
+    for (uint32_t *count : {made->sequence.get(), made->resolved.get(), made->resolved.get() + 1, made->finished.get(),
+                            made->arrived.get()})
+        copy(count, &none, 1);
     if (doorbell_) made->bell_buffer = doorbell_->add_buffer(room);
     workspaces_.push_back(std::move(made));
 }
@@ -170,7 +175,7 @@ void Decoder::run(const moepool_ids &ids, const moepool_rows &x, const void *wei
     step.ahead = static_cast<uint32_t>(k * gate.row_groups());
     step.parties = step.ahead + static_cast<uint32_t>(down.row_groups());
     step.residents = {layer_.experts(), slot_of_.get(), records_.get(), arena_, layer_.record_bytes(), layer_.tail()};
-    step.tables = w.tables();
+    step.tables = w.tables(step.single);
     step.x = x.data;
     step.x_dtype = x.dtype;
     step.x_per_row = x.per_place ? 1 : step.k;

@@ -55,8 +55,6 @@ __device__ __forceinline__ Looked look_up_together(const Step &step, int place, 
     return found(step, id, __shfl_sync(~0u, mine, static_cast<int>(id % 32)), host_has_all);
 }
 
-__device__ __forceinline__ void prefetch(const void *p) { asm volatile("prefetch.global.L2 [%0];" ::"l"(p)); }
-
 // Gate/up hands over to down, which runs beside it: a count of the blocks of both, 0 between steps. What the block
 // wrote in front of a barrier, or this thread did, is seen by those who have waited.
 __device__ __forceinline__ void arrive(const Step &step) {
@@ -106,18 +104,15 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, 2)
                    int stages, int rounds) {
     extern __shared__ __align__(128) uint8_t memory[];
     const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y;
-    // What the look-up and the books read was last used a step ago: let it come to L2 while the kernel in front ends.
-    if (blockIdx.x == 0 && warp == 0) {
-        for (int i = 32 * lane; i < step.residents.experts; i += 32 * 32) prefetch(step.residents.slot_of + i);
-        constexpr int kUses = 128 / sizeof(Use);
-        for (int i = kUses * lane; i < step.residents.experts; i += kUses * 32) prefetch(arguments.uses + i);
-        for (int i = 32 * lane; i < arguments.slots; i += 32 * 32) prefetch(arguments.expert_in + i);
-        if (lane == 0) prefetch(arguments.state);
-    }
+    if (blockIdx.x == 0) prepare_books(step, arguments, memory);
     wait_for_kernels_in_front();
     let_the_next_kernel_start();
     if (blockIdx.x == 0) {
-        resolve_block(step, arguments, memory);  // beside the others
+        const uint32_t sequence = __ldcg(step.tables.sequence) + 1;
+        if (step.bell.state)  // beside the others
+            resolve_block<true, true>(step, arguments, memory, sequence);
+        else
+            resolve_block<false, true>(step, arguments, memory, sequence);
         if (warp == 0 && lane == 0 && !step.bell.by_nodes && has_answer(step.bell)) poll_answer(step.bell);
         return;
     }
@@ -152,9 +147,9 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, 2)
     const auto ask_the_books = [&] {  // only they say whether it is to be kept
         // The books' block runs: it is block 0, and blocks are begun in the order of their numbers. CUDA promises that
         // nowhere, but every device does it, and other libraries count on it as well.
-        uint32_t resolved = 0;
-        while (!resolved)
-            asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(resolved) : "l"(step.tables.resolved) : "memory");
+        const uint32_t sequence = __ldcg(step.tables.sequence) + 1;
+        while (load_acquired(step.tables.resolved) != sequence) {
+        }
         fill = step.tables.tiles[place].fill;
         host = step.tables.tiles[place].host;
         if (fill && group == 0) copy_tail(step.residents, {looked.record, fill, 0, 0, 0, 0});
@@ -258,11 +253,7 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
     for (int s = 0; s < stages; ++s)
         if (warp + s * warps < units) fetch(warp + s * warps);
     let_the_next_kernel_start();
-    if (warp == 0 && lane == 0) {
-        if (!asks) wait_for_all_ahead(step);
-        // Blocks of gate/up with a missing expert have waited for the books.
-        if (group == 0 && missing) *step.tables.resolved = 0;
-    }
+    if (!asks && warp == 0 && lane == 0) wait_for_all_ahead(step);
     __syncthreads();
     for (int first = 0; first < units; first += warps * rounds) {
         const int end = min(units, first + warps * rounds);
@@ -323,6 +314,7 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
     wait_for_kernels_in_front();  // for the kernel behind, which waits for this one alone
     // Every block has looked its slots up and filled its part when the last one is here: now the map may change.
     if (warp == 0 && lane == 0) note_end(step.bell);
+    if (group == 0 && warp == 0 && lane == 0) ++*step.tables.sequence;
     const bool course_changes = may_change_course && changes_course(step.bell);
     const int commit_count = missing ? __ldcg(step.tables.commit_count) : 0;
     if (commit_count == 0 && !course_changes) return;

@@ -78,6 +78,7 @@ Bell Doorbell::bell(int buffer, int32_t *hosted) const {
     bell.request = channel_->request();
     bell.answer = channel_->answer();
     bell.trouble = channel_->trouble();
+    bell.silence = channel_->silence();
     bell.experts = b.experts;
     bell.input = b.input;
     bell.rows = b.rows;
@@ -87,6 +88,7 @@ Bell Doorbell::bell(int buffer, int32_t *hosted) const {
     bell.by_nodes = by_nodes_;
     bell.period = doorbell::settings().period.load();
     bell.timeout_ns = static_cast<uint64_t>(doorbell::settings().timeout_us.load()) * 1000;
+    bell.give_up_ns = static_cast<uint64_t>(std::chrono::nanoseconds(doorbell::kGiveUp).count());
     return bell;
 }
 

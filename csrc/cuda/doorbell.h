@@ -57,6 +57,7 @@ struct Bell {
     doorbell::Request *request;
     const doorbell::Answer *answer;
     doorbell::Trouble *trouble;
+    uint32_t *silence;
     int32_t *experts;  // of the buffer in use
     uint8_t *input;
     const float *rows;
@@ -65,7 +66,7 @@ struct Bell {
     bool divides;     // miss = auto; else the CPU computes every miss
     int32_t period;   // of division::advance
     bool by_nodes;    // a node of the graph asks the CPU, in front of down
-    uint64_t timeout_ns;
+    uint64_t timeout_ns, give_up_ns;
 };
 
 // The host's side.

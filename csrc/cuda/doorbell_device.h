@@ -43,46 +43,58 @@ __device__ __forceinline__ void store_released(uint32_t *at, uint32_t value) {
 
 // ------------------------------------------------------------------------------------------------------ the division
 
-// What the books of a step begin with. By one thread.
+// What the books know of the doorbell, in shared memory: the state as the step before has left it. Read a word a
+// thread, beside all else that they ask for.
 struct Outlook {
-    bool all_host;
-    int bias;
+    BellState seen;
 };
-__device__ __forceinline__ division::Rates rates_of(const BellState &state, int load) {
-    return {__ldcg(&state.link_ns), {__ldcg(&state.pace[load].base_ns), __ldcg(&state.pace[load].record_ns)}};
+constexpr int kOutlookWords = sizeof(BellState) / sizeof(uint32_t);
+__device__ __forceinline__ uint32_t outlook_word(const Bell &bell, int index) {
+    return index < kOutlookWords ? __ldcg(reinterpret_cast<const uint32_t *>(bell.state) + index) : 0;
 }
-__device__ __forceinline__ Outlook begin_books(const Step &step) {
-    const Bell &bell = step.bell;
-    if (!bell.state || !bell.divides) return {false, 0};
-    BellState &state = *bell.state;
-    const auto last = [](const auto &field) { return __ldcg(&field); };  // written by other multiprocessors, too
-    // Looked up by the blocks of a single token's kernels as well, so that there the last of them changes it.
-    const int next_all_host = last(state.next_all_host);
-    if (!step.single) state.all_host = next_all_host;
-    const bool all_host = step.single ? last(state.all_host) : next_all_host;
-    const division::Rates rates = rates_of(state, last(state.load));
-    const auto begun = static_cast<int64_t>(last(state.begun)), ended = static_cast<int64_t>(last(state.ended));
-    const auto ready = static_cast<int64_t>(last(state.ready)), answered = static_cast<int64_t>(last(state.answered));
-    const int wanted = last(state.wanted), streamed = last(state.streamed), hosted = last(state.hosted);
-    int bias = last(state.bias);
-    if (wanted > 0 && ended > begun) {
-        if (streamed > 0 && hosted > 0 && ready && answered)
-            state.bias = bias = division::next_bias(rates, bias, ready, answered);
-        const int64_t alone = division::finished(rates, wanted, wanted) * 16 / wanted;
-        division::Course course{last(state.course.phase),    last(state.course.left),   last(state.course.losses),
-                                last(state.course.slots_ns), last(state.course.cpu_ns), last(state.course.step_backs)};
-        const int left_before = course.left;
-        state.next_all_host =
-            division::advance(course, (ended - begun) * 16 / wanted, rates.cpu.record_ns ? alone : 0, bell.period);
-        state.course_due = course.left <= 1 || left_before <= 1 || next_all_host != int{all_host};
-        state.course = course;
-    }
-    state.begun = device_ns();
-    state.ready = state.answered = state.ended = 0;
-    return {all_host, bias};
+__device__ __forceinline__ void keep_word(Outlook &outlook, int index, uint32_t word) {
+    if (index < kOutlookWords) reinterpret_cast<uint32_t *>(&outlook.seen)[index] = word;
 }
 
-// And end with.
+// Whether the CPU computes every place of the step. Looked up by the blocks of a single token's kernels as well, so
+// that there the last of them changes it.
+__device__ __forceinline__ bool hosts_all(const Step &step, const Outlook &outlook) {
+    return step.bell.divides && (step.single ? outlook.seen.all_host : outlook.seen.next_all_host);
+}
+__device__ __forceinline__ division::Rates rates_of(const BellState &state, int load) {
+    return {state.link_ns, state.pace[load]};
+}
+
+// The step begins to be measured. By one thread, before anybody else of the step may write a time.
+__device__ __forceinline__ void begin_times(const Step &step) {
+    if (!step.bell.divides) return;
+    BellState &state = *step.bell.state;
+    state.begun = device_ns();
+    state.ready = state.answered = state.ended = 0;
+}
+
+// The lesson of the step before, for the next one. By one thread, when nobody waits for the books. Not inlined: its
+// divisions would take registers from all the rest.
+__device__ __noinline__ void learn(const Step &step, const Outlook &outlook) {
+    if (!step.bell.divides) return;
+    const BellState &seen = outlook.seen;
+    BellState &state = *step.bell.state;
+    if (!step.single) state.all_host = seen.next_all_host;
+    if (seen.wanted <= 0 || seen.ended <= seen.begun) return;
+    const division::Rates rates = rates_of(seen, seen.load);
+    if (seen.streamed > 0 && seen.hosted > 0 && seen.ready && seen.answered)
+        state.bias = division::next_bias(rates, seen.bias, static_cast<int64_t>(seen.ready),
+                                         static_cast<int64_t>(seen.answered));
+    const int64_t took = static_cast<int64_t>(seen.ended - seen.begun);
+    const int64_t alone = rates.cpu.record_ns ? division::finished(rates, seen.wanted, seen.wanted) : 0;
+    division::Course course = seen.course;
+    const bool next = division::advance(course, took * 16 / seen.wanted, alone * 16 / seen.wanted, step.bell.period);
+    state.next_all_host = next;
+    state.course_due = course.left <= 1 || seen.course.left <= 1 || seen.next_all_host != seen.all_host;
+    state.course = course;
+}
+
+// For the lesson, what the step was.
 __device__ __forceinline__ void note_step(const Bell &bell, int streamed, int hosted, int wanted, int places) {
     bell.state->streamed = streamed;
     bell.state->hosted = hosted;
@@ -94,19 +106,20 @@ __device__ __forceinline__ void note_step(const Bell &bell, int streamed, int ho
 __device__ __forceinline__ int records_for_host(const Step &step, const Outlook &outlook, int missing, int wanted,
                                                 int places, int64_t tick) {
     const Bell &bell = step.bell;
-    if (!bell.state || missing == 0) return 0;
-    if (!bell.divides || outlook.all_host) return missing;
+    if (missing == 0) return 0;
+    if (!bell.divides || hosts_all(step, outlook)) return missing;
     const int load = doorbell::load_class((places + wanted - 1) / max(wanted, 1));
-    const int share = division::share(rates_of(*bell.state, load), missing, outlook.bias);
+    const int share = division::share(rates_of(outlook.seen, load), missing, outlook.seen.bias);
     return share ? share : tick % division::kRelearn == 0;
 }
 
-// For the lesson of the next step. By one thread of each block, when it has done its hot part, and at its end.
+// For the lesson of the next step. By one thread of each block, when it has done its hot part, and at its end: there
+// one block's will do, for nobody is to wait for the others' words.
 __device__ __forceinline__ void note_ready(const Bell &bell) {
     if (bell.state && bell.divides) atomicMax(&bell.state->ready, device_ns());
 }
 __device__ __forceinline__ void note_end(const Bell &bell) {
-    if (bell.state && bell.divides) atomicMax(&bell.state->ended, device_ns());
+    if (bell.state && bell.divides && blockIdx.x == 0) bell.state->ended = device_ns();
 }
 // Whether the CPU computes hits as well. Only blocks of a single token's kernels ask.
 __device__ __forceinline__ bool hosts_all(const Bell &bell) {
@@ -149,15 +162,15 @@ __device__ __forceinline__ void store_piece(const QuantisedFour &made, int lane,
 // Asks the CPU for the rows of the places (expert ids[p]) whose experts `host` marks. By all threads of the block that
 // keeps the books. Places are listed in rising order. columns: of gate. Not inlined: it would take registers from steps
 // that ask nobody.
-__device__ __noinline__ void post(const Step &step, int64_t columns, bool quantised, bool floats, const int *ids,
-                                  const uint8_t *host) {
+__device__ __noinline__ void post(const Step &step, const Outlook &outlook, int64_t columns, bool quantised,
+                                  bool floats, const int *ids, const uint8_t *host) {
     const Bell &bell = step.bell;
     __shared__ int listed;
     __shared__ uint32_t tokens_asked[kMostDecodePlaces / 32];  // bits, by activation row
     const int thread = blockDim.x * threadIdx.y + threadIdx.x, threads = blockDim.x * blockDim.y, lane = thread % 32;
     const int places = step.tokens * step.k, warp = thread / 32, warps = threads / 32;
-    const int64_t rows = (places + step.x_per_row - 1) / step.x_per_row;
-    const bool ring = !__ldcg(&bell.state->poisoned);
+    const unsigned rows = static_cast<unsigned>((places + step.x_per_row - 1) / step.x_per_row);
+    const bool ring = !outlook.seen.poisoned;
     const bool single = rows == 1;  // it is asked for in any case
     for (int i = thread; i < kMostDecodePlaces / 32; i += threads) tokens_asked[i] = 0;
     __syncthreads();
@@ -178,41 +191,48 @@ __device__ __noinline__ void post(const Step &step, int64_t columns, bool quanti
     }
     if (!single) __syncthreads();
     if (ring) {
-        const auto is_asked = [&](int64_t row) { return single || tokens_asked[row / 32] >> row % 32 & 1; };
-        const int64_t pieces = (columns + kPieceColumns - 1) / kPieceColumns, chunks = (pieces + 1) / 2;
+        const auto is_asked = [&](unsigned row) { return single || tokens_asked[row / 32] >> row % 32 & 1; };
+        // In 32 bits: the device divides slowly.
+        const auto pieces = static_cast<unsigned>((columns + kPieceColumns - 1) / kPieceColumns);
+        const unsigned chunks = (pieces + 1) / 2, units = rows * pieces;
         if (quantised) {
             auto *input = reinterpret_cast<ActivationChunk *>(bell.input);
             constexpr int kFlight = 2;  // pieces whose floats are loaded at once
-            for (int64_t unit = warp; unit < rows * pieces; unit += kFlight * warps) {
+            for (unsigned first = warp; first < units; first += kFlight * warps) {
                 float value[kFlight][4];
+                unsigned row[kFlight], piece[kFlight];
+                bool wanted[kFlight];
 #pragma unroll
                 for (int j = 0; j < kFlight; ++j) {
-                    const int64_t at = unit + j * warps, row = at / pieces;
-                    const int64_t column = at % pieces * kPieceColumns + 4 * lane;
-                    const bool wanted = at < rows * pieces && column < columns && is_asked(row);
+                    const unsigned unit = first + j * warps;
+                    row[j] = single ? 0 : unit / pieces;
+                    piece[j] = unit - row[j] * pieces;
+                    wanted[j] = unit < units && is_asked(row[j]);
+                    const int64_t column = int64_t{piece[j]} * kPieceColumns + 4 * lane;
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
-                        value[j][i] = wanted ? widen(step.x, step.x_dtype, row * columns + column + i) : 0.0f;
+                        value[j][i] = wanted[j] && column < columns
+                                          ? widen(step.x, step.x_dtype, row[j] * columns + column + i)
+                                          : 0.0f;
                 }
 #pragma unroll
-                for (int j = 0; j < kFlight; ++j) {
-                    const int64_t at = unit + j * warps, row = at / pieces;
-                    if (at < rows * pieces && is_asked(row))
-                        store_piece(quantise_four(value[j]), lane, at % pieces, columns, input + row * chunks);
-                }
+                for (int j = 0; j < kFlight; ++j)
+                    if (wanted[j])
+                        store_piece(quantise_four(value[j]), lane, piece[j], columns, input + row[j] * chunks);
             }
         }
         if (floats) {
             auto *input = reinterpret_cast<float *>(
-                bell.input + (quantised ? rows * chunks * static_cast<int64_t>(sizeof(ActivationChunk)) : 0));
-            for (int64_t i = thread; i < rows * columns; i += threads)
-                if (is_asked(i / columns)) input[i] = widen(step.x, step.x_dtype, i);
+                bell.input + (quantised ? int64_t{rows} * chunks * static_cast<int64_t>(sizeof(ActivationChunk)) : 0));
+            for (unsigned row = 0; row < rows; ++row)
+                for (int64_t i = row * columns + thread; i < (row + 1) * columns && is_asked(row); i += threads)
+                    input[i] = widen(step.x, step.x_dtype, i);
         }
     }
     __syncthreads();
     if (thread == 0) {
         BellState &state = *bell.state;
-        const uint32_t epoch = __ldcg(&state.epoch) + 1;
+        const uint32_t epoch = outlook.seen.epoch + 1;
         state.epoch = epoch;
         state.places = listed;
         if (ring) {
@@ -242,11 +262,16 @@ __device__ __forceinline__ void poll_answer(const Bell &bell) {
     if (!lost) {
         const unsigned long long begun = device_ns();
         while (load_from_host(&bell.answer->epoch) != epoch) {
-            if (device_ns() - begun < bell.timeout_ns) continue;
+            const uint64_t waited = device_ns() - begun;
+            if (waited < min(bell.timeout_ns, bell.give_up_ns)) continue;
+            const bool itself = waited >= bell.timeout_ns;
+            if (!itself && !load_from_host(bell.silence)) continue;
             lost = true;
             state.poisoned = 1;
+            if (itself) store_to_host(bell.silence, 1);
             bell.trouble->epoch = epoch;
-            store_to_host(&bell.trouble->timed_out, 1);
+            bell.trouble->waited_us = static_cast<uint32_t>(waited / 1000);
+            store_to_host(&bell.trouble->timed_out, itself ? doorbell::kItself : doorbell::kLikeOthers);
             break;
         }
     }

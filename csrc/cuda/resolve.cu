@@ -25,26 +25,31 @@ __device__ void quantise_rows(const Step &step, int64_t elements) {
         store_block(quantise(widen(step.x, step.x_dtype, block * kBlockColumns + lane)), lane, step.input + block);
 }
 
+template <bool kBell>
 __global__ void __launch_bounds__(kThreads)
     resolve_kernel(const __grid_constant__ Step step, const ResolveArguments a) {
+    extern __shared__ __align__(16) uint8_t memory[];
+    if (blockIdx.x == 0) prepare_books(step, a, memory);
     wait_for_kernels_in_front();
     let_the_next_kernel_start();
     if (blockIdx.x > 0) return quantise_rows(step, a.row_elements);
 
-    extern __shared__ __align__(16) uint8_t memory[];
-    resolve_block(step, a, memory);
+    resolve_block<kBell, false>(step, a, memory, __ldcg(step.tables.sequence) + 1);
 }
 
 }  // namespace
 
-void load_resolve_kernel() { allow_shared(resolve_kernel, most_shared_bytes() - kStaticShared); }
+void load_resolve_kernel() {
+    allow_shared(resolve_kernel<false>, most_shared_bytes() - kStaticShared);
+    allow_shared(resolve_kernel<true>, most_shared_bytes() - kStaticShared);
+}
 
 void resolve(const Step &step, const ResolveArguments &a, cudaStream_t stream) {
     constexpr int kWarps = kThreads / 32;
     const int64_t helpers =
         std::min<int64_t>(kActivationBlocks, (a.row_elements / kBlockColumns + kWarps - 1) / kWarps);
-    launch(resolve_kernel, static_cast<unsigned>(1 + helpers), dim3(kThreads),
-           resolve_shared_bytes(step.residents.experts, a.slots), stream, step, a);
+    launch(step.bell.state ? resolve_kernel<true> : resolve_kernel<false>, static_cast<unsigned>(1 + helpers),
+           dim3(kThreads), resolve_shared_bytes(step.residents.experts, a.slots), stream, step, a);
 }
 
 }  // namespace cuda

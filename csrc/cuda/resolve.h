@@ -41,8 +41,9 @@ struct ResolveArguments {
 
 // Takes a step: residency, counts, and the step's tables. If it is single, that is part of gate/up.
 void resolve(const Step &step, const ResolveArguments &arguments, cudaStream_t stream);
+constexpr int kTallyBytes = 576;
 inline int resolve_shared_bytes(int experts, int slots) {
-    return 24 * experts + 4 * (7 * experts + 2 * slots + kMostDecodePlaces) + experts;
+    return kTallyBytes + 32 * experts + 4 * (7 * experts + 2 * slots + 2 * kMostDecodePlaces) + experts;
 }
 // Loads the kernel.
 void load_resolve_kernel();

@@ -14,51 +14,18 @@ namespace moepool {
 namespace cuda {
 namespace {
 
-__device__ int warp_inclusive_sum(int value, int lane) {
-    for (int step = 1; step < 32; step *= 2) {
-        const int other = __shfl_up_sync(~0u, value, step);
+__device__ __forceinline__ uint32_t warp_inclusive_sum(uint32_t value, int lane, int values = 32) {
+    for (int step = 1; step < values; step *= 2) {
+        const uint32_t other = __shfl_up_sync(~0u, value, step);
         if (lane >= step) value += other;
     }
     return value;
 }
 
-__device__ int64_t read_id(const Step &step, int place) {
+__device__ __forceinline__ int64_t read_id(const Step &step, int place) {
     return step.bits == 64 ? static_cast<const int64_t *>(step.ids)[place]
                            : int64_t{static_cast<const int32_t *>(step.ids)[place]};
 }
-
-// What a step works with, in shared memory.
-struct Books {
-    Use *uses;       // by expert
-    int64_t *worth;  // by slot; of an election, the votes by expert
-    int *count;      // by expert: places
-    int *first;      // in order
-    int *tile;       // first tile
-    int *slot;       // before the step, or -1
-    int *fill;       // the slot that the step gives it, or -1
-    int *missing;    // experts, rising
-    int *ranked;     // the same in the order in which they come in
-    int *inside;     // by slot: its expert
-    int *victims;    // slots; -1: the miss that met it may not replace it
-    int *id;         // by place
-    uint8_t *host;   // by expert: the CPU computes it
-
-    __device__ Books(uint8_t *memory, int experts, int slots)
-        : uses(reinterpret_cast<Use *>(memory)),
-          worth(reinterpret_cast<int64_t *>(uses + experts)),
-          count(reinterpret_cast<int *>(worth + experts)),
-          first(count + experts),
-          tile(first + experts),
-          slot(tile + experts),
-          fill(slot + experts),
-          missing(fill + experts),
-          ranked(missing + experts),
-          inside(ranked + experts),
-          victims(inside + slots),
-          id(victims + slots),
-          host(reinterpret_cast<uint8_t *>(id + kMostDecodePlaces)) {}
-};
-static_assert(sizeof(Use) == 16, "a use is one load");
 
 // A block's threads, as one row of whole warps.
 struct Threads {
@@ -66,59 +33,184 @@ struct Threads {
     __device__ Threads() : thread(blockDim.x * threadIdx.y + threadIdx.x), threads(blockDim.x * blockDim.y) {}
 };
 
+// Calls f(i) for each i below n, a thread each. Not unrolled, as the compiler would: mostly a thread has one.
+template <class F>
+__device__ __forceinline__ void each(int n, const F &f) {
+    const Threads t;
+#pragma unroll 1
+    for (int i = t.thread; i < n; i += t.threads) f(i);
+}
+// The same, but also for i up to the next multiple of the threads, so that whole warps are there.
+template <class F>
+__device__ __forceinline__ void each_together(int n, const F &f) {
+    const Threads t;
+#pragma unroll 1
+    for (int base = 0; base < n; base += t.threads) f(base + t.thread);
+}
+
+// Counts of two kinds in a word.
+struct Pair {
+    uint32_t word;
+    static __device__ __forceinline__ Pair of(int low, int high) {
+        return {static_cast<uint32_t>(low) | static_cast<uint32_t>(high) << 16};
+    }
+    __device__ __forceinline__ int low() const { return static_cast<int>(word & 0xffff); }
+    __device__ __forceinline__ int high() const { return static_cast<int>(word >> 16); }
+};
+
+// What a step works with, in shared memory.
+struct Tally {
+    unsigned long long bad;  // the first place out of range
+    int admissions, evictions;
+    uint32_t *ring;          // DeviceState::trace
+    uint32_t absentees[32];  // bits, by expert: wanted and in no slot
+    Pair found[32];          // by 32 experts: hits and misses
+    Pair placed[32];         // places and tiles; of more tokens than one
+    Outlook outlook;         // of a pool with a doorbell
+};
+static_assert(sizeof(Tally) <= kTallyBytes, "resolve_shared_bytes has room for it");
+
+struct Books {
+    Tally &tally;
+    Use *uses;               // by expert
+    int64_t *worth;          // by slot; of an election, the votes by expert
+    const uint8_t **record;  // by expert: in host memory
+    int *count;              // by expert: places
+    Pair *first;             // its first place in order, and its first tile, without those of the 32s before its own
+    int *slot;               // before the step, or -1
+    int *meets;              // of a missing expert: which victim
+    int *missing;            // experts, rising
+    int *claims;             // theirs, negative
+    int *ranked;             // the same experts in the order in which they come in
+    int *inside;             // by slot: its expert
+    int *victims;            // slots; -1: there is none, or the miss that met it may not replace it
+    int *id;                 // by place
+    int *turn;               // by place: which of its expert's
+    uint8_t *host;           // by expert: the CPU computes it
+
+    __device__ Books(uint8_t *memory, int experts, int slots)
+        : tally(*reinterpret_cast<Tally *>(memory)),
+          uses(reinterpret_cast<Use *>(memory + kTallyBytes)),
+          worth(reinterpret_cast<int64_t *>(uses + experts)),
+          record(reinterpret_cast<const uint8_t **>(worth + experts)),
+          count(reinterpret_cast<int *>(record + experts)),
+          first(reinterpret_cast<Pair *>(count + experts)),
+          slot(reinterpret_cast<int *>(first + experts)),
+          meets(slot + experts),
+          missing(meets + experts),
+          claims(missing + experts),
+          ranked(claims + experts),
+          inside(ranked + experts),
+          victims(inside + slots),
+          id(victims + slots),
+          turn(id + kMostDecodePlaces),
+          host(reinterpret_cast<uint8_t *>(turn + kMostDecodePlaces)) {}
+};
+static_assert(sizeof(Use) == 16, "a use is one load");
+
+// Before the step: what it reads was last used a step ago, so let it come to L2 while the kernel in front ends. By all
+// threads of the block; the memory is resolve_block's.
+__device__ __forceinline__ void prepare_books(const Step &step, const ResolveArguments &a, uint8_t *memory) {
+    const int experts = step.residents.experts;
+    const Books books(memory, experts, a.slots);
+    const auto bring = [](const auto *from, int count) {
+        constexpr int kLine = 128;
+        const auto *bytes = reinterpret_cast<const char *>(from);
+        each((count * static_cast<int>(sizeof(*from)) + kLine - 1) / kLine,
+             [&](int line) { prefetch(bytes + kLine * line); });
+    };
+    bring(a.state, 1);
+    bring(step.residents.slot_of, experts);
+    bring(a.uses, experts);
+    bring(a.expert_in, a.slots);
+    bring(step.residents.records, experts);
+    if (step.bell.state) bring(step.bell.state, 1);
+    each(experts, [&](int e) { books.count[e] = books.host[e] = 0; });
+    if (Threads().thread == 0) {
+        books.tally.bad = ~0ull;
+        books.tally.admissions = books.tally.evictions = 0;
+    }
+    __syncthreads();
+}
+
+// Calls put(i, rank) for each i below n whose key is not kNever: its rank in rising (key, i). Some lanes a key, as many
+// as there are; all threads of the block.
+template <class Key, class Put>
+__device__ __forceinline__ void rank_rising(const Key *keys, int n, const Put &put) {
+    const Threads t;
+    if (n == 0) return;
+    int shift = min(__clz(n) - __clz(t.threads), 5);
+    if (shift > 0 && n << shift > t.threads) --shift;
+    shift = max(shift, 0);
+    const int lanes = 1 << shift, part = t.thread & (lanes - 1);
+#pragma unroll 1
+    for (int base = 0; base < n; base += t.threads >> shift) {
+        const int i = base + (t.thread >> shift);
+        const Key mine = i < n ? keys[i] : Key{};
+        const bool ranks = i < n && mine != policy::kNever;
+        int rank = 0;
+        if (ranks) {
+            const Key up_to = mine + 1;  // those in front of it win ties
+#pragma unroll 2
+            for (int other = part; other < n; other += lanes) rank += keys[other] < (other < i ? up_to : mine);
+        }
+        for (int step = 1; step < 32; step *= 2) {
+            const int others = __shfl_xor_sync(~0u, rank, step);
+            if (step < lanes) rank += others;
+        }
+        if (ranks && part == 0) put(i, rank);
+    }
+}
+
 // Residency::elect. The uses of all experts change.
 __device__ inline void elect(const PolicyConfig &p, const Books &books, int experts, int slots, uint32_t election) {
-    const Threads t;
-    for (int e = t.thread; e < experts; e += t.threads) books.worth[e] = policy::votes(p, books.uses[e], election);
+    each(experts, [&](int e) {
+        const int64_t votes = policy::votes(p, books.uses[e], election);
+        books.worth[e] = votes > 0 ? -votes : policy::kNever;
+        books.uses[e].marked = 0;
+    });
     __syncthreads();
-    for (int e = t.thread; e < experts; e += t.threads) {
-        const int64_t mine = books.worth[e];
-        int rank = 0;
-        for (int other = 0; other < experts; ++other)
-            rank += books.worth[other] > mine || (books.worth[other] == mine && other < e);
-        books.uses[e].marked = mine > 0 && rank < slots;
-    }
+    rank_rising(books.worth, experts, [&](int e, int rank) { books.uses[e].marked = rank < slots; });
     __syncthreads();
 }
 
 // Residency::protect_fewer, behind the marks of this step's hits.
 __device__ inline void protect_fewer(const PolicyConfig &p, const Books &books, int slots, int64_t tick) {
-    const Threads t;
     int marked = 0;
-    for (int base = 0; base < slots; base += t.threads) {
-        const int s = base + t.thread;
+    each_together(slots, [&](int s) {
         const bool mine = s < slots && books.inside[s] >= 0 && books.uses[books.inside[s]].marked;
         if (s < slots) books.worth[s] = mine ? books.uses[books.inside[s]].last : policy::kNever;
         marked += __syncthreads_count(mine);
-    }
+    });
     const int excess = marked - policy::most_protected(p, slots);
     if (excess <= 0) return;
-    for (int s = t.thread; s < slots; s += t.threads) {
-        const int64_t mine = books.worth[s];
-        if (mine == policy::kNever) continue;
-        int rank = 0;
-        for (int other = 0; other < slots; ++other)
-            rank += books.worth[other] < mine || (books.worth[other] == mine && other < s);
-        if (rank >= excess) continue;
+    rank_rising(books.worth, slots, [&](int s, int rank) {
+        if (rank >= excess) return;
         books.uses[books.inside[s]].marked = 0;
         books.uses[books.inside[s]].last = tick;
-    }
+    });
     __syncthreads();
 }
 
-// The first `misses` of books.missing, by falling claim, to books.ranked.
-__device__ inline void rank_misses(const PolicyConfig &p, const Books &books, int misses, uint32_t epoch) {
-    const Threads t;
-    for (int i = t.thread; i < misses; i += t.threads) {
-        const int64_t mine = policy::claim(p, books.uses[books.missing[i]], epoch);
-        int rank = 0;
-        for (int other = 0; other < misses; ++other) {
-            const int64_t claim = policy::claim(p, books.uses[books.missing[other]], epoch);
-            rank += claim > mine || (claim == mine && other < i);
-        }
-        books.ranked[rank] = books.missing[i];
-    }
+// Whether more than `last` of the wanted experts changes.
+__device__ __forceinline__ bool all_change(const PolicyConfig &p) {
+    return p.kind == MOEPOOL_POLICY_SLRU || p.kind == MOEPOOL_POLICY_REELECT;
+}
+
+// What a step that does not bypass leaves behind of all that it wants, in books.uses. Nothing if it is `last` alone.
+__device__ inline void note_uses(const PolicyConfig &p, const Books &books, int experts, int slots, int64_t tick,
+                                 uint32_t epoch, uint32_t election) {
+    if (p.kind == MOEPOOL_POLICY_REELECT && epoch != election) elect(p, books, experts, slots, election);
+    if (!policy::counts(p) && !all_change(p)) return;
+    each(experts, [&](int e) {
+        if (books.count[e] == 0) return;
+        if (policy::counts(p)) policy::count_use(p, books.uses[e], epoch);
+        books.uses[e].last = tick;
+        if (p.kind == MOEPOOL_POLICY_SLRU && books.slot[e] >= 0) books.uses[e].marked = 1;
+    });
+    if (p.kind != MOEPOOL_POLICY_SLRU) return;
     __syncthreads();
+    protect_fewer(p, books, slots, tick);
 }
 
 // Appends a step to the trace: pool/trace.h says what the words mean. Off the way of all that waits for the step.
@@ -143,266 +235,286 @@ __device__ inline void trace_step(const Step &step, DeviceState *state, uint32_t
     if (t.thread == 0) {
         const trace::Header header = {static_cast<uint32_t>(words), tick,  step.tokens, step.k, admitted,
                                       MOEPOOL_TRACE_DECODE,         bypass};
+#pragma unroll
         for (int i = 0; i < trace::kHeaderWords; ++i) put(i, header.word(i));
     }
-    for (int p = t.thread; p < places; p += t.threads) put(trace::kHeaderWords + p, books.id[p]);
-    for (int i = t.thread; i < met; i += t.threads) {
+    each(places, [&](int place) { put(trace::kHeaderWords + place, books.id[place]); });
+    each(met, [&](int i) {
         const int s = books.victims[i];
-        if (s < 0) continue;
+        if (s < 0) return;
         int at = trace::kHeaderWords + places;
         for (int other = 0; other < i; ++other) at += books.victims[other] >= 0 ? trace::kAdmissionWords : 0;
         put(at, ranked[i]);
         put(at + 1, s);
         put(at + 2, books.inside[s]);
-    }
+    });
     __threadfence_system();
     __syncthreads();
     if (t.thread == 0) publish(&state->traced, uint64_t{begin + words});
 }
 
-// memory: shared, resolve_shared_bytes(experts, slots) of it. All threads of the block; whole warps.
-__device__ __forceinline__ void resolve_block(const Step &step, const ResolveArguments &a, uint8_t *memory) {
+// memory: shared, resolve_shared_bytes(experts, slots) of it, prepared. sequence: the number of this step, which is
+// published when the tables are written; what nobody waits for is done behind that. kBell: the pool has a doorbell;
+// others bear nothing of it. kSingle: Step::single. All threads of the block; whole warps.
+template <bool kBell, bool kSingle>
+__device__ __forceinline__ void resolve_block(const Step &step, const ResolveArguments &a, uint8_t *memory,
+                                              uint32_t sequence) {
     const Residents &residents = step.residents;
     const StepTables &tables = step.tables;
-    const int experts = residents.experts, places = step.tokens * step.k;
-    const bool single = step.single;
+    const PolicyConfig &p = a.policy;
+    const int experts = residents.experts, places = kSingle ? step.k : step.tokens * step.k;
     const Books books(memory, experts, a.slots);
-    int *const count = books.count, *const first = books.first, *const tile = books.tile, *const slot = books.slot;
-    int *const fill = books.fill, *const missing = books.missing, *const inside = books.inside, *const id = books.id;
-    uint8_t *const host = books.host;
-    __shared__ Outlook outlook;
-    __shared__ int4 warp_counts[32];
-    __shared__ unsigned long long bad;  // the first place out of range
-    __shared__ int evictions, admissions;
+    Tally &tally = books.tally;
+    Outlook &outlook = tally.outlook;
+    int *const count = books.count, *const slot = books.slot, *const inside = books.inside, *const id = books.id;
 
-    const int thread = blockDim.x * threadIdx.y + threadIdx.x, threads = blockDim.x * blockDim.y, lane = thread % 32;
+    const int thread = Threads().thread, lane = thread & 31;
     const int64_t tick_before = a.state->tick;
     const int slots = a.state->slots;
     const bool leased = a.state->leased > 0;
-    uint32_t *const ring = a.state->trace;
-    for (int e = thread; e < experts; e += threads) {
-        count[e] = 0;
-        fill[e] = -1;
-        slot[e] = residents.slot_of[e];
-        books.uses[e] = a.uses[e];
-        host[e] = 0;
-    }
-    for (int s = thread; s < slots; s += threads) inside[s] = a.expert_in[s];
-    if (thread == 0) {
-        evictions = 0, admissions = 0, bad = ~0ull;
-        outlook = begin_books(step);
-    }
-    __syncthreads();
-
-    for (int p = thread; p < places; p += threads) {
-        const int64_t wide = read_id(step, p);
+    // All is asked for at once, and nothing is looked at before.
+    const int most = max(max(experts, a.slots), max(places, kBell ? kOutlookWords : 0));
+    each(most, [&](int i) {
+        const bool is_expert = i < experts, is_slot = i < a.slots, is_place = i < places, is_wide = step.bits == 64;
+        int narrow = -1;
+        int64_t wide = -1;
+        if (is_place && !is_wide) narrow = static_cast<const int32_t *>(step.ids)[i];
+        if (is_place && is_wide) wide = static_cast<const int64_t *>(step.ids)[i];
+        const int in_slot = is_expert ? residents.slot_of[i] : -1, in_here = is_slot ? a.expert_in[i] : -1;
+        const int4 used = is_expert ? reinterpret_cast<const int4 *>(a.uses)[i] : int4{};
+        const uint8_t *record = is_expert ? residents.records[i] : nullptr;
+        uint32_t *const ring = i == 0 ? a.state->trace : nullptr;
+        uint32_t word = 0;
+        if constexpr (kBell) word = outlook_word(step.bell, i);
+        if (is_expert) {
+            slot[i] = in_slot;
+            reinterpret_cast<int4 *>(books.uses)[i] = used;
+            books.record[i] = record;
+        }
+        if (is_slot) inside[i] = in_here;
+        if (i == 0) tally.ring = ring;
+        if constexpr (kBell) keep_word(outlook, i, word);
+        if (!is_place) return;
+        if (!is_wide) wide = narrow;
         const bool valid = wide >= -1 && wide < experts;
-        if (!valid) atomicMin(&bad, static_cast<unsigned long long>(p));
-        id[p] = valid ? static_cast<int>(wide) : Route::kInvalid;
-        tables.ids[p] = id[p];
-        if (id[p] >= 0) atomicAdd(&count[id[p]], 1);
-    }
+        const int expert = valid ? static_cast<int>(wide) : Route::kInvalid;
+        if (!valid) atomicMin(&tally.bad, static_cast<unsigned long long>(i));
+        id[i] = tables.ids[i] = expert;
+        if (expert < 0) return;
+        const int turn = atomicAdd(&count[expert], 1);
+        if constexpr (!kSingle) books.turn[i] = turn;
+    });
     __syncthreads();
 
     // In rising order of the experts: hits, the missing, and, for more tokens, where each one's places and tiles begin.
-    // A warp counts 32 of them; what the warps in front have counted is added behind a barrier.
-    int hits = 0, misses = 0, tiles = 0, placed = 0;  // of the experts before this round
-    for (int base = 0; base < experts; base += threads) {
-        const int e = base + thread, warp = thread / 32;
-        const int n = e < experts ? count[e] : 0;
+    // A warp counts 32 of them, and then adds up what all have counted.
+    const int chunks = (experts + 31) >> 5;
+    each_together(experts, [&](int e) {
+        const int n = e < experts ? count[e] : 0, chunk = e >> 5;
         const bool absent = n > 0 && slot[e] < 0;
         const unsigned absentees = __ballot_sync(~0u, absent), present = __ballot_sync(~0u, n > 0 && !absent);
-        const int tiles_here = (n + kMostDecodeTokens - 1) / kMostDecodeTokens;
-        int places_up_to = 0, tiles_up_to = 0;
-        if (!single) {
-            places_up_to = warp_inclusive_sum(n, lane);
-            tiles_up_to = warp_inclusive_sum(tiles_here, lane);
-        }
-        if (lane == 31) warp_counts[warp] = {__popc(present), __popc(absentees), places_up_to, tiles_up_to};
-        __syncthreads();
-        int miss = misses, place = placed, cut = tiles;
-        for (int w = 0; w < threads / 32; ++w) {
-            const int4 counted = warp_counts[w];
-            hits += counted.x;
-            misses += counted.y;
-            placed += counted.z;
-            tiles += counted.w;
-            if (w >= warp) continue;
-            miss += counted.y;
-            place += counted.z;
-            cut += counted.w;
-        }
-        if (absent) missing[miss + __popc(absentees & ((1u << lane) - 1))] = e;
-        if (e < experts) {
-            first[e] = place + places_up_to - n;
-            tile[e] = cut + tiles_up_to - tiles_here;
-        }
-        __syncthreads();
-    }
+        const uint32_t here = Pair::of(n, (n + kMostDecodeTokens - 1) / kMostDecodeTokens).word;
+        const uint32_t up_to = kSingle ? 0 : warp_inclusive_sum(here, lane);
+        if (!kSingle && e < experts) books.first[e] = {up_to - here};
+        if (lane < 31 || chunk >= chunks) return;
+        tally.absentees[chunk] = absentees;
+        tally.found[chunk] = Pair::of(__popc(present), __popc(absentees));
+        tally.placed[chunk] = {up_to};
+    });
+    __syncthreads();
+    const uint32_t found_here = lane < chunks ? tally.found[lane].word : 0;
+    const uint32_t placed_here = !kSingle && lane < chunks ? tally.placed[lane].word : 0;
+    const uint32_t found_up_to = warp_inclusive_sum(found_here, lane, chunks);
+    const uint32_t placed_up_to = kSingle ? 0 : warp_inclusive_sum(placed_here, lane, chunks);
+    const Pair found = {__shfl_sync(~0u, found_up_to, chunks - 1)};
+    const Pair placed = {kSingle ? 0 : __shfl_sync(~0u, placed_up_to, chunks - 1)};
+    const int hits = found.low(), misses = found.high();
 
-    const bool bypass = hits + misses > slots;
+    const bool bypass = hits + misses > slots, advances = !bypass && hits + misses > 0;
     const int64_t tick = tick_before + (hits + misses > 0);
-    const PolicyConfig &p = a.policy;
-    const bool divides = step.bell.state && step.bell.divides;
-    const int placed_valid = single ? hits + misses : placed;
+    const bool admits = advances && misses > 0 && p.kind != MOEPOOL_POLICY_STATIC;
+    const bool ranks = admits && policy::ranks_misses(p);
+    const bool divides = kBell && step.bell.divides;
+    const int wanted_places = kSingle ? hits + misses : placed.low();
+    int met = admits ? a.admit < 0 ? misses : min(misses, a.admit) : 0;  // misses that may meet a victim
     int hosted_misses = 0, hosted = 0;
-    const bool counting = policy::counts(p),
-               all_change = p.kind == MOEPOOL_POLICY_SLRU || p.kind == MOEPOOL_POLICY_REELECT;
-    uint32_t epoch = 0, election = 0;
-    int met = 0;  // misses that met a victim
-    const bool advances = !bypass && hits + misses > 0;
-    if (advances) {
-        if (counting) epoch = policy::epoch_of(p, tick);
-        if (p.kind == MOEPOOL_POLICY_REELECT) {
-            election = a.state->election;
-            if (epoch != election) elect(p, books, experts, slots, election);
-        }
-        for (int e = thread; e < experts; e += threads) {
-            if (count[e] == 0) continue;
-            if (counting) policy::count_use(p, books.uses[e], epoch);
-            books.uses[e].last = tick;
-            if (p.kind == MOEPOOL_POLICY_SLRU && slot[e] >= 0) books.uses[e].marked = 1;
-        }
-        if (p.kind == MOEPOOL_POLICY_SLRU || misses > 0) __syncthreads();
-        if (p.kind == MOEPOOL_POLICY_SLRU) protect_fewer(p, books, slots, tick);
-    }
-    const int *ranked = missing;
-    if (advances && p.kind != MOEPOOL_POLICY_STATIC && misses > 0 && policy::ranks_misses(p)) {
-        rank_misses(p, books, misses, epoch);
-        ranked = books.ranked;
-    }
-    if (step.bell.state) {
-        // The CPU computes the last ones of the order in which the missing come in, and is told at once.
-        hosted_misses = records_for_host(step, outlook, misses, hits + misses, placed_valid, tick);
-        hosted = hosted_misses + (outlook.all_host ? hits : 0);
-        for (int i = misses - hosted_misses + thread; i < misses; i += threads) host[ranked[i]] = 1;
-        if (outlook.all_host)
-            for (int e = thread; e < experts; e += threads) host[e] = count[e] > 0;
-        __syncthreads();
-        if (hosted > 0)
-            post(step, a.columns, a.quantised, a.floats, id, host);
-        else
-            post_nothing(step.bell);
-    }
-    if (advances && p.kind != MOEPOOL_POLICY_STATIC && misses > 0) {
-        // A slot's rank among the victims, in rising (worth, slot): the law's order.
-        int available = 0;
-        bool empty = false;
-        for (int base = 0; base < slots; base += threads) {
-            const int s = base + thread;
-            int64_t worth = policy::kNever;
-            if (s < slots && !(leased && a.leases[s] > 0)) {
-                const int e = inside[s];
-                if (e < 0)
-                    worth = policy::keeps(p, s) ? policy::kNever : policy::kEmpty;
-                else if (count[e] == 0 && policy::may_go(p, books.uses[e], s))
-                    worth = policy::worth(p, books.uses[e], epoch);
-            }
-            if (s < slots) books.worth[s] = worth;
-            available += __syncthreads_count(worth != policy::kNever);
-            if (divides) empty |= __syncthreads_count(worth == policy::kEmpty) > 0;
-        }
-        met = min(a.admit < 0 ? misses : min(misses, a.admit), available);
-        if (divides) met = min(met, division::most_admitted(misses - hosted_misses, empty, tick_before));
-        for (int s = thread; s < slots; s += threads) {
-            const int64_t mine = books.worth[s];
-            if (mine == policy::kNever) continue;
-            int rank = 0;
-#pragma unroll 8
-            for (int other = 0; other < slots; ++other)
-                rank += books.worth[other] < mine || (books.worth[other] == mine && other < s);
-            if (rank < met) books.victims[rank] = s;
-        }
-        __syncthreads();
-        const bool beside = divides && counting && hosted_misses == misses;  // what comes in is only copied
-        for (int i = thread; i < met; i += threads) {
-            const int s = books.victims[i], e = ranked[i], evicted = inside[s];
-            if (evicted >= 0) {
-                if (!policy::may_replace(p, books.uses[e], books.uses[evicted], epoch, epoch != 0) ||
-                    (beside && !division::worth_a_copy(policy::count_at(p, books.uses[e], epoch),
-                                                       policy::count_at(p, books.uses[evicted], epoch)))) {
-                    books.victims[i] = -1;
-                    continue;
+    const int *const ranked = ranks ? books.ranked : books.missing;
+    const bool by_last = p.kind == MOEPOOL_POLICY_LRU;  // without the jump that policy::worth is
+    uint32_t epoch = 0;
+    const auto keep_law = [&] {
+        if (!advances) return;
+        if (policy::counts(p)) epoch = policy::epoch_of(p, tick);
+        note_uses(p, books, experts, slots, tick, epoch, p.kind == MOEPOOL_POLICY_REELECT ? a.state->election : 0);
+    };
+
+    if (misses > 0) {
+        keep_law();
+        each_together(experts, [&](int e) {
+            const int chunk = min(e >> 5, chunks - 1);
+            const Pair before = {__shfl_sync(~0u, found_up_to - found_here, chunk)};
+            const uint32_t absentees = tally.absentees[chunk];
+            if (e >= experts || !(absentees >> lane & 1)) return;
+            const int i = before.high() + __popc(absentees & ((1u << lane) - 1));
+            books.missing[i] = e;
+            books.meets[e] = i;
+            if (ranks) books.claims[i] = -static_cast<int>(policy::claim(p, books.uses[e], epoch));
+        });
+        if (admits)
+            each(slots, [&](int s) {
+                int64_t worth = policy::kNever;
+                if (!leased || a.leases[s] == 0) {
+                    const int e = inside[s];
+                    if (e < 0)
+                        worth = policy::keeps(p, s) ? policy::kNever : policy::kEmpty;
+                    else if (count[e] == 0 && policy::may_go(p, books.uses[e], s))
+                        worth = by_last ? books.uses[e].last : policy::worth(p, books.uses[e], epoch);
                 }
-                atomicAdd(&evictions, 1);
-                if (p.kind == MOEPOOL_POLICY_SLRU) books.uses[evicted].marked = 0;
+                books.worth[s] = worth;
+                books.victims[s] = -1;
+            });
+        __syncthreads();
+        if (ranks) {
+            rank_rising(books.claims, misses, [&](int i, int rank) {
+                books.ranked[rank] = books.missing[i];
+                books.meets[books.missing[i]] = rank;
+            });
+            if (kBell) __syncthreads();
+        }
+    }
+    if constexpr (kBell) {
+        // The CPU computes the last ones of the order in which the missing come in, and is told at once.
+        const bool all_host = hosts_all(step, outlook);
+        hosted_misses = records_for_host(step, outlook, misses, hits + misses, wanted_places, tick);
+        hosted = hosted_misses + (all_host ? hits : 0);
+        if (thread == 0) begin_times(step);
+        if (hosted > 0) {
+            if (all_host)
+                each(experts, [&](int e) { books.host[e] = count[e] > 0; });
+            else
+                each(hosted_misses, [&](int i) { books.host[ranked[misses - 1 - i]] = 1; });
+            __syncthreads();
+            post(step, outlook, a.columns, a.quantised, a.floats, id, books.host);
+        } else {
+            post_nothing(step.bell);
+        }
+    }
+    if (met > 0) {
+        // The law's order of the victims: rising (worth, slot).
+        rank_rising(books.worth, slots, [&](int s, int rank) {
+            if (rank < met) books.victims[rank] = s;
+        });
+        __syncthreads();
+        met = min(met, slots);
+        if (divides) {
+            const bool empty = books.victims[0] >= 0 && inside[books.victims[0]] < 0;
+            met = min(met, division::most_admitted(misses - hosted_misses, empty, tick_before));
+        }
+    }
+    const bool beside = divides && policy::counts(p) && hosted_misses == misses;  // what comes in is only copied
+    // The slot that a missing expert gets, or -1.
+    const auto slot_for = [&](int e) {
+        const int s = books.meets[e] < met ? books.victims[books.meets[e]] : -1;
+        if (s < 0 || inside[s] < 0) return s;
+        const Use &missing = books.uses[e], &victim = books.uses[inside[s]];
+        if (!policy::may_replace(p, missing, victim, epoch, epoch != 0)) return -1;
+        if (beside && !division::worth_a_copy(policy::count_at(p, missing, epoch), policy::count_at(p, victim, epoch)))
+            return -1;
+        return s;
+    };
+    const auto slot_address = [&](int s) { return residents.arena + s * residents.record_bytes; };
+    const auto tile_of = [&](int e, int begin, int n) {
+        const int fill = slot[e] < 0 && met > 0 ? slot_for(e) : -1;
+        return DecodeTile{slot[e] >= 0 ? slot_address(slot[e]) : books.record[e],
+                          fill >= 0 ? slot_address(fill) : nullptr,
+                          begin,
+                          n,
+                          kBell ? books.host[e] : 0,
+                          0};
+    };
+    if constexpr (kSingle) {
+        each(places, [&](int j) {
+            tables.order[j] = j;
+            tables.tiles[j] = id[j] >= 0 ? tile_of(id[j], j, 1) : DecodeTile{nullptr, nullptr, j, 0, 0, 0};
+        });
+    } else {
+        const uint32_t before = placed_up_to - placed_here;
+        each_together(experts, [&](int e) {
+            const uint32_t begin = __shfl_sync(~0u, before, min(e >> 5, chunks - 1));
+            if (e >= experts || count[e] == 0) return;
+            const Pair first = {begin + books.first[e].word};
+            DecodeTile tile = tile_of(e, first.low(), 0);
+#pragma unroll 1
+            for (int i = 0, left = count[e]; left > 0; ++i, left -= kMostDecodeTokens) {
+                tile.count = min(kMostDecodeTokens, left);
+                tables.tiles[first.high() + i] = tile;
+                tile.first += kMostDecodeTokens;
             }
-            const int n = atomicAdd(&admissions, 1);
-            if (single) {
+        });
+        each_together(places, [&](int j) {
+            const int e = j < places ? max(id[j], 0) : 0;
+            const uint32_t begin = __shfl_sync(~0u, before, e >> 5);
+            if (j < places && id[j] >= 0) tables.order[Pair{begin + books.first[e].word}.low() + books.turn[j]] = j;
+        });
+    }
+    if (thread == 0) *tables.tile_count = kSingle ? places : placed.high();
+    __syncthreads();
+    if (thread == 0) publish(tables.resolved, sequence);
+
+    // Nobody of this step waits for what follows.
+    if (misses == 0) keep_law();
+    if (met > 0) {
+        each(met, [&](int i) {
+            const int e = ranked[i], s = slot_for(e), evicted = s >= 0 ? inside[s] : -1;
+            books.victims[i] = s;
+            if (s < 0) return;
+            if (evicted >= 0) atomicAdd(&tally.evictions, 1);
+            const int n = atomicAdd(&tally.admissions, 1);
+            if (kSingle) {
                 tables.commits[n] = {evicted, e, s};
             } else {
                 if (evicted >= 0) residents.slot_of[evicted] = -1;
                 residents.slot_of[e] = s;
             }
             a.expert_in[s] = e;
-            fill[e] = s;
-        }
+        });
         __syncthreads();
-    }
-    const int admitted = admissions;
-    if (advances && all_change)
-        for (int e = thread; e < experts; e += threads) a.uses[e] = books.uses[e];
-    const auto slot_address = [&](int s) { return residents.arena + s * residents.record_bytes; };
-    const auto tile_of = [&](int e, int begin, int n) {
-        const DecodeTile made{slot[e] >= 0 ? slot_address(slot[e]) : residents.records[e],
-                              fill[e] >= 0 ? slot_address(fill[e]) : nullptr,
-                              begin,
-                              n,
-                              host[e],
-                              0};
-        return made;
-    };
-    for (int e = thread; e < experts; e += threads) {
-        if (count[e] == 0) continue;
-        if (advances && counting)
-            a.uses[e] = books.uses[e];
-        else if (advances && !all_change)
-            a.uses[e].last = tick;
-        if (!single)
-            for (int i = 0; i * kMostDecodeTokens < count[e]; ++i)
-                tables.tiles[tile[e] + i] = tile_of(e, first[e] + i * kMostDecodeTokens,
-                                                    min(kMostDecodeTokens, count[e] - i * kMostDecodeTokens));
-    }
-    for (int p = thread; p < places; p += threads) {
-        if (single) {
-            tables.order[p] = p;
-            tables.tiles[p] = id[p] >= 0 ? tile_of(id[p], p, 1) : DecodeTile{nullptr, nullptr, p, 0, 0, 0};
-        } else if (id[p] >= 0) {
-            int rank = 0;
-            for (int other = 0; other < p; ++other) rank += id[other] == id[p];
-            tables.order[first[id[p]] + rank] = p;
+        if (p.kind == MOEPOOL_POLICY_SLRU) {
+            each(met, [&](int i) {
+                if (const int s = books.victims[i]; s >= 0 && inside[s] >= 0) books.uses[inside[s]].marked = 0;
+            });
+            __syncthreads();
         }
     }
-    if (single) {  // others of this grid wait for the tiles
-        __threadfence();
-        __syncthreads();
-        if (thread == 0) {
-            *tables.commit_count = admitted;
-            // Only who misses an expert, or has none of its own, waits, and takes the mark away.
-            if (misses > 0 || (outlook.all_host && hits > 0)) publish(tables.resolved, 1u);
-        }
-    }
-    if (thread == 0) {
-        *tables.tile_count = single ? places : tiles;
+    if (advances)
+        each(experts, [&](int e) {
+            if (all_change(p) || (policy::counts(p) && count[e] > 0))
+                a.uses[e] = books.uses[e];
+            else if (count[e] > 0)
+                a.uses[e].last = tick;
+        });
+    const int admitted = tally.admissions;
+    if (thread == (Threads().threads > 32 ? 32 : 0)) {  // not who publishes: that takes as long as all of this
+        if (kSingle) *tables.commit_count = admitted;
         a.state->tick = tick;
-        if (step.bell.state && step.bell.divides)
-            note_step(step.bell, misses - hosted_misses, hosted, hits + misses, placed_valid);
         if (advances && p.kind == MOEPOOL_POLICY_REELECT) a.state->election = epoch;
+        if constexpr (kBell) {
+            learn(step, outlook);
+            if (divides) note_step(step.bell, misses - hosted_misses, hosted, hits + misses, wanted_places);
+        }
         DeviceSteps::Counts &counts = a.state->counts;
         // Atomic, so that nobody waits for the sums.
         const auto count_up = [](int64_t &total, int64_t by) {
-            atomicAdd(reinterpret_cast<unsigned long long *>(&total), static_cast<unsigned long long>(by));
+            if (by) atomicAdd(reinterpret_cast<unsigned long long *>(&total), static_cast<unsigned long long>(by));
         };
-        if (hits + misses > 0) {
-            count_up(counts.steps, 1);
-            count_up(counts.bypasses, bypass);
-            count_up(counts.hits, hits);
-            count_up(counts.misses, misses);
-            count_up(counts.evictions, static_cast<int64_t>(evictions));
-            count_up(counts.admissions, admitted);
-            count_up(counts.hosted, hosted);
-            count_up(counts.in_place, max(0, misses - hosted_misses - admitted));
-        }
+        count_up(counts.steps, hits + misses > 0);
+        count_up(counts.bypasses, bypass);
+        count_up(counts.hits, hits);
+        count_up(counts.misses, misses);
+        count_up(counts.evictions, tally.evictions);
+        count_up(counts.admissions, admitted);
+        count_up(counts.hosted, hosted);
+        count_up(counts.in_place, max(0, misses - hosted_misses - admitted));
+        const unsigned long long bad = tally.bad;
         volatile DeviceSteps::BadId *told = a.bad_id;
         if (bad != ~0ull && told->place < 0) {
             const int at = static_cast<int>(bad);
@@ -412,7 +524,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
             told->place = at;
         }
     }
-    if (ring) trace_step(step, a.state, ring, books, ranked, tick, bypass, met, admitted);
+    if (tally.ring) trace_step(step, a.state, tally.ring, books, ranked, tick, bypass, met, admitted);
 }
 
 }  // namespace

@@ -43,9 +43,10 @@ struct StepTables {
     int32_t *order;  // places by tile
     DecodeTile *tiles;
     int32_t *tile_count;
-    Commit *commits;
+    Commit *commits;  // with their count, not before resolve's kernel has ended
     int32_t *commit_count;
-    uint32_t *resolved;  // of a single token: the tables are written; 0 between steps
+    uint32_t *sequence;  // steps that have ended
+    uint32_t *resolved;  // the number of the last step whose tables are written
     uint32_t *finished;  // blocks of the last kernel; 0 between steps
     uint32_t *arrived;   // of a single token: blocks of gate/up that are done, then of down; 0 between steps
 };

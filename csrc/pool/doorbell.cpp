@@ -46,6 +46,7 @@ struct Board {
     Request requests[kLines];
     Answer answers[kLines];
     Trouble troubles[kLines];
+    alignas(64) uint32_t silence;  // the first board's is that of all with memory of its kind
 };
 
 struct Boards {
@@ -61,6 +62,11 @@ void pause() {
 #if defined(__x86_64__)
     _mm_pause();
 #endif
+}
+
+// Mostly there is none: that is seen without writing to the line, which a device may be looking at.
+void break_silence(uint32_t *silence) {
+    if (__atomic_load_n(silence, __ATOMIC_RELAXED)) __atomic_store_n(silence, 0, __ATOMIC_RELAXED);
 }
 
 size_t aligned(size_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
@@ -238,6 +244,7 @@ Channel::Channel(const Memory &memory, int64_t columns, bool polled, Compute com
     });
     if (at == boards.end()) {
         Boards::One made{memory.allocate, static_cast<Board *>(memory.allocate(sizeof(Board))), {}};
+        made.board->silence = 0;
         for (int i = 0; i < kLines; ++i) made.free.insert(i);
         boards.push_back(std::move(made));
         at = boards.end() - 1;
@@ -248,6 +255,10 @@ Channel::Channel(const Memory &memory, int64_t columns, bool polled, Compute com
     request_ = at->board->requests + line_;
     answer_ = at->board->answers + line_;
     trouble_ = at->board->troubles + line_;
+    silence_ = &std::find_if(boards.begin(), boards.end(), [&](const Boards::One &one) {
+                    return one.allocate == memory.allocate;
+                })->board->silence;
+    break_silence(silence_);
     // Whoever looked at the line for the channel before may look once more.
     __atomic_store_n(&request_->epoch, 0, __ATOMIC_RELEASE);
     *answer_ = {};
@@ -324,6 +335,7 @@ void Channel::note_failure(const char *why) {
 
 void Channel::answer_now(uint32_t epoch) {
     served_ = epoch;
+    break_silence(silence_);
     if (const int64_t stall = settings().stall_us.load(); stall > 0)
         std::this_thread::sleep_for(std::chrono::microseconds(stall));
     const Request &request = *request_;
@@ -373,9 +385,10 @@ void Channel::wake() {
 }
 
 std::string Channel::failure() const {
-    if (__atomic_load_n(&trouble_->timed_out, __ATOMIC_ACQUIRE))
-        return "a step waited " + std::to_string(settings().timeout_us.load() / 1000) +
-               " ms for the CPU, which did not answer; the rows of that step and of later ones are NaN";
+    if (const uint32_t how = __atomic_load_n(&trouble_->timed_out, __ATOMIC_ACQUIRE))
+        return "a step waited " + std::to_string(trouble_->waited_us / 1000) + " ms for the CPU, which did not answer" +
+               (how == kLikeOthers ? ", nor had it answered another pool in time" : "") +
+               "; the rows of that step and of later ones are NaN";
     if (failed_.load())
         return std::string("the CPU could not compute the rows of a step, which are NaN: ") + why_.data();
     return {};

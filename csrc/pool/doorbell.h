@@ -7,6 +7,11 @@
 //   Answer    the CPU writes the rows, then the rest of the line, then, released, `epoch`
 //   Trouble   the device writes it once, when an answer did not come in time
 //
+// and shares one word with the others:
+//
+//   silence   the device sets it when a request has run out of time; the CPU clears it when it takes one up, and for a
+//             new channel
+//
 //   buffer    int32 experts[places]     of each place the expert that the CPU is to compute, or -1       device -> CPU
 //             input[input_bytes]        the activation rows of the request                               device -> CPU
 //             float rows[places][columns]                                                                CPU -> device
@@ -16,7 +21,8 @@
 // request that ran out of time the channel is poisoned: the device posts no more, so a late worker may read and write
 // its buffer as long as it likes. Closing the channel then leaves the buffers, and what the work reads, in quarantine:
 // they are freed by a later open or close, once the worker is seen to be done; a process that exits waits for it.
-// Channels know nothing of one another: each pool, so each layer, runs out of time by itself.
+// While the silence lasts, other channels give up after kGiveUp: if nobody answers, a graph of many layers waits for
+// the time-out once. A thread that is at work on one request has broken the silence, so others wait for it.
 //
 // One thread a process, the server, looks at the lines of all open channels. It spins while there is work and for
 // kSpin after; then it sleeps kNap between looks, for a device can not wake a thread: the first request after a pause
@@ -43,6 +49,7 @@ namespace moepool {
 namespace doorbell {
 
 constexpr std::chrono::microseconds kSpin{2000}, kNap{100};
+constexpr std::chrono::milliseconds kGiveUp{10};
 constexpr int kMostBuffers = 16;
 
 // Records whose work is alike: by how many activation rows a record is multiplied with, 1, 2, 3-4, 5-8, more.
@@ -68,8 +75,11 @@ struct alignas(64) Answer {
 
 struct alignas(64) Trouble {
     uint32_t epoch;      // of the request
-    uint32_t timed_out;  // set last
+    uint32_t waited_us;  // for its answer
+    uint32_t timed_out;  // kItself or kLikeOthers; set last
 };
+constexpr uint32_t kItself = 1, kLikeOthers = 2;  // waited for the whole time-out, or gave up in a silence
+
 static_assert(sizeof(Request) == 64 && sizeof(Answer) == 64 && sizeof(Trouble) == 64, "a line each");
 
 // A line through what answers took, the newest counting most.
@@ -123,6 +133,7 @@ class Channel {
     Request *request() const { return request_; }
     Answer *answer() const { return answer_; }
     Trouble *trouble() const { return trouble_; }
+    uint32_t *silence() const { return silence_; }
     bool polled() const { return polled_; }
 
     // Answers a request that waits, on this thread. False: there was none.
@@ -154,6 +165,7 @@ class Channel {
     Request *request_ = nullptr;
     Answer *answer_ = nullptr;
     Trouble *trouble_ = nullptr;
+    uint32_t *silence_ = nullptr;
     std::array<Buffer, kMostBuffers> buffers_{};
     std::array<void *, kMostBuffers> memories_{};
     int count_ = 0;

@@ -29,6 +29,9 @@ struct dim3 {
 struct int4 {
     int x, y, z, w;
 };
+struct uint4 {
+    unsigned x, y, z, w;
+};
 typedef struct CUstream_st *cudaStream_t;
 
 namespace block {
@@ -119,11 +122,20 @@ inline unsigned ballot(int line, bool value) {
     wait(-line);
     return bits;
 }
-inline int shuffle_up(int line, int value, int by) {
-    values[current] = value;
+template <class T>
+T shuffle_up(int line, T value, int by) {
+    values[current] = static_cast<int>(value);
     wait(line);
     const size_t lane = current % 32;
-    const int other = lane >= static_cast<size_t>(by) ? values[current - static_cast<size_t>(by)] : value;
+    const T other = lane >= static_cast<size_t>(by) ? static_cast<T>(values[current - static_cast<size_t>(by)]) : value;
+    wait(-line);
+    return other;
+}
+template <class T>
+T shuffle(int line, T value, size_t from) {
+    values[current] = static_cast<int>(value);
+    wait(line);
+    const auto other = static_cast<T>(values[current / 32 * 32 + from]);
     wait(-line);
     return other;
 }
@@ -137,6 +149,9 @@ inline dim3 index() { return dim3(static_cast<unsigned>(current % shape.x), stat
 #define __syncthreads_count(value) block::count(__LINE__, value)
 #define __ballot_sync(mask, value) block::ballot(__LINE__, value)
 #define __shfl_up_sync(mask, value, by) block::shuffle_up(__LINE__, value, by)
+#define __shfl_sync(mask, value, from) block::shuffle(__LINE__, value, static_cast<size_t>(from) % 32)
+#define __shfl_xor_sync(mask, value, by) block::shuffle(__LINE__, value, block::current % 32 ^ static_cast<size_t>(by))
+#define __clz(value) __builtin_clz(static_cast<unsigned>(value))
 #define __popc(value) __builtin_popcount(value)
 #define __threadfence() ((void)0)
 #define __threadfence_system() ((void)0)

@@ -105,11 +105,14 @@ struct Device {
             }
             poisoned = true;
             channel->trouble()->epoch = epoch;
-            __atomic_store_n(&channel->trouble()->timed_out, 1, __ATOMIC_RELEASE);
+            channel->trouble()->waited_us = static_cast<uint32_t>(bound.count()) * 1000;
+            __atomic_store_n(channel->silence(), 1, __ATOMIC_RELEASE);
+            __atomic_store_n(&channel->trouble()->timed_out, doorbell::kItself, __ATOMIC_RELEASE);
             return false;
         }
         return true;
     }
+    bool silent() const { return __atomic_load_n(channel->silence(), __ATOMIC_ACQUIRE) != 0; }
     void check(int buffer, int k, const std::vector<int32_t> &experts, uint8_t input) const {
         const float *rows = channel->buffer(buffer).rows;
         for (size_t p = 0; p < experts.size(); ++p)
@@ -242,6 +245,41 @@ void killed() {
     beside.channel->wake();
     CHECK(device.await(milliseconds(20000)));
     for (uint32_t i = 0; i < 20; ++i) step(beside, buffer, i);
+}
+
+// A silence that all channels share: broken when a server takes up a request, the next one too, and by a new channel.
+void silence() {
+    const auto pause = [] { std::this_thread::sleep_for(milliseconds(50)); };
+    Device device, beside;
+    const int buffer = device.channel->add_buffer(12, 3);
+    CHECK(beside.channel->add_buffer(12, 3) == buffer);
+    CHECK(device.channel->silence() == beside.channel->silence());
+    step(device, buffer, 1);
+    CHECK(!device.silent());
+    doorbell::settings().stall_us = 300000;
+    device.post(buffer, 1, 1, {5}, 1);
+    CHECK(!device.await(milliseconds(50)));
+    CHECK(beside.silent());
+    CHECK(device.channel->failure().find(" 50 ms") != std::string::npos);
+    CHECK(device.await(milliseconds(20000)));  // late
+    CHECK(beside.silent());                    // it was taken up before
+    beside.post(buffer, 1, 1, {5}, 1);
+    pause();
+    CHECK(!beside.silent());  // it is at work
+    CHECK(beside.await(milliseconds(20000)));
+
+    doorbell::settings().stall_us = -1;
+    beside.post(buffer, 1, 1, {5}, 1);
+    CHECK(!beside.await(milliseconds(50)));
+    while (doorbell::server_runs()) std::this_thread::yield();
+    doorbell::settings().stall_us = 0;
+    CHECK(device.silent());
+    Device third(false);
+    CHECK(!device.silent());
+    __atomic_store_n(device.channel->silence(), 1, __ATOMIC_RELEASE);
+    beside.channel->wake();
+    CHECK(beside.await(milliseconds(20000)));
+    CHECK(!device.silent());
 }
 
 // Rows are NaN, and of more failures the first one is told.
@@ -419,6 +457,7 @@ const std::map<std::string, void (*)()> cases{
     {"killed", killed},
     {"a_compute_that_throws", a_compute_that_throws},
     {"refused_memory", refused_memory},
+    {"silence", silence},
     {"by_host_calls", by_host_calls},
     {"pace", pace},
     {"forks", forks},

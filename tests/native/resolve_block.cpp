@@ -6,6 +6,7 @@
 #include <random>
 #include <set>
 #include <string>
+#include <tuple>
 
 using namespace moepool;
 using namespace moepool::cuda;
@@ -24,6 +25,11 @@ void check(bool good, const std::string &what) {
     if (!good) wrong(what);
 }
 
+template <class T>
+std::string bytes_of(const std::vector<T> &all) {
+    return std::string(reinterpret_cast<const char *>(all.data()), all.size() * sizeof(T));
+}
+
 // What a pool has on the device.
 struct Device {
     static constexpr int64_t kRecord = 256;
@@ -38,7 +44,7 @@ struct Device {
     std::vector<Commit> commits;
     std::vector<uint32_t> ring;
     int32_t tile_count = 0, commit_count = 0;
-    uint32_t resolved = 0, finished = 0;
+    uint32_t resolved = 0, finished = 0, sequence = 0;
     DeviceSteps::BadId bad = {0, -1, 1};
     BellState bell = {};
     Step step = {};
@@ -92,14 +98,24 @@ struct Device {
         step.single = single;
         std::fill(shared.begin(), shared.end(), 0xa5);  // shared memory holds anything
         auto *memory = reinterpret_cast<uint8_t *>((reinterpret_cast<uintptr_t>(shared.data()) + 15) / 16 * 16);
-        uint32_t waits = 0;  // blocks that do not know by themselves where their expert is read
-        for (const int64_t id : wide)
-            if (id >= 0 && id < static_cast<int64_t>(slot_of.size()))
-                waits |= slot_of[static_cast<size_t>(id)] < 0 || (step.bell.divides && bell.all_host);
-        block::run(32, static_cast<unsigned>(warps), [&] { resolve_block(step, arguments, memory); });
+        const auto tables = [&] { return std::tuple(ids, order, bytes_of(tiles), tile_count); };
+        auto published = tables();
+        on_publish = [&](const void *at) {
+            if (at == &resolved) published = tables();
+        };
+        resolved = sequence++;
+        block::run(32, static_cast<unsigned>(warps), [&] {
+            prepare_books(step, arguments, memory);
+            if (step.bell.state)
+                single ? resolve_block<true, true>(step, arguments, memory, sequence)
+                       : resolve_block<true, false>(step, arguments, memory, sequence);
+            else
+                single ? resolve_block<false, true>(step, arguments, memory, sequence)
+                       : resolve_block<false, false>(step, arguments, memory, sequence);
+        });
+        check(resolved == sequence, "the tables were not published");
+        check(published == tables(), "the tables were published before they were whole");
         if (single) {
-            check(resolved == waits, "the tables of a single token were published for nobody, or not at all");
-            resolved = 0;
             for (int i = 0; i < commit_count; ++i) {
                 if (commits[i].evicted >= 0) slot_of[commits[i].evicted] = -1;
                 slot_of[commits[i].expert] = commits[i].slot;

@@ -9,18 +9,17 @@
 namespace moepool {
 namespace cuda {
 
-struct Outlook {
-    bool all_host;
-    int bias;
-};
-inline Outlook begin_books(const Step &step) {
-    return {step.bell.state && step.bell.divides && step.bell.state->all_host, 0};
-}
+struct Outlook {};
+constexpr int kOutlookWords = 0;
+inline uint32_t outlook_word(const Bell &, int) { return 0; }
+inline void keep_word(Outlook &, int, uint32_t) {}
+inline bool hosts_all(const Step &step, const Outlook &) { return step.bell.divides && step.bell.state->all_host; }
+inline void begin_times(const Step &) {}
+inline void learn(const Step &, const Outlook &) {}
 inline int records_for_host(const Step &step, const Outlook &outlook, int missing, int, int, int64_t) {
-    if (!step.bell.state) return 0;
-    return !step.bell.divides || outlook.all_host ? missing : step.bell.state->share % (missing + 1);
+    return !step.bell.divides || hosts_all(step, outlook) ? missing : step.bell.state->share % (missing + 1);
 }
-inline void post(const Step &step, int64_t, bool, bool, const int *ids, const uint8_t *host) {
+inline void post(const Step &step, const Outlook &, int64_t, bool, bool, const int *ids, const uint8_t *host) {
     if (threadIdx.x || threadIdx.y) return;
     step.bell.state->asked.clear();
     for (int p = 0; p < step.tokens * step.k; ++p)
