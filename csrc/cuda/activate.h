@@ -49,10 +49,15 @@ __device__ __forceinline__ Quantised quantise(float value) {
     Quantised made;
     made.d = plain ? num::mp_div(a, 127.0f) : num::nonfinite(largest) ? num::nan() : 0.0f;
     made.code = plain ? num::rint_int(num::mp_mul(value, num::mp_div(127.0f, a))) : 0;
+#if __CUDA_ARCH__ >= 800
+    made.sum0 = __reduce_add_sync(~0u, threadIdx.x % 32 < 16 ? made.code : 0);
+    made.sum1 = __reduce_add_sync(~0u, threadIdx.x % 32 < 16 ? 0 : made.code);
+#else
     int sum = made.code;
     for (int step = 8; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
     made.sum0 = __shfl_sync(~0u, sum, 0);
     made.sum1 = __shfl_sync(~0u, sum, 16);
+#endif
     made.e = num::mp_mul(made.d, static_cast<float>(made.sum0 + made.sum1));
     return made;
 }

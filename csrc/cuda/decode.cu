@@ -4,6 +4,7 @@
 #include <atomic>
 
 #include "cuda/decode_kernels.h"
+#include "cuda/handover.h"
 #include "error.h"
 
 namespace moepool {
@@ -27,10 +28,13 @@ StepConfig configure(const Layer &layer, int64_t tokens, int64_t k) {
 struct Decoder::Workspace {
     const int64_t places;
     DeviceMemory<int32_t> ids, order, tile_count, commit_count;
-    DeviceMemory<uint32_t> sequence, resolved, finished, arrived;
+    DeviceMemory<uint32_t> sequence, resolved, finished;
+    DeviceMemory<unsigned long long> ended;
     DeviceMemory<DecodeTile> tiles;
     DeviceMemory<Commit> commits;
     DeviceMemory<ActivationBlock> input, hidden;
+    DeviceMemory<uint4> handed;
+    DeviceMemory<uint64_t> handed_x;
     DeviceMemory<float> gated, hidden_x, rows;
     DeviceMemory<int32_t> hosted;
     int bell_buffer = -1;
@@ -44,11 +48,13 @@ struct Decoder::Workspace {
           sequence(1),
           resolved(2),
           finished(1),
-          arrived(1),
+          ended(1),
           tiles(count),
           commits(count),
           input(any_quantised(layer) ? count * layer.matrices()[0].columns / kBlockColumns : 0),
           hidden(layer.matrices()[2].quantised() ? count * layer.matrices()[2].columns / kBlockColumns : 0),
+          handed(quads(layer)),
+          handed_x(columns(layer)),
           gated(together(layer) ? 0 : count * layer.matrices()[0].rows),
           hidden_x(layer.matrices()[2].quantised() ? 0 : count * layer.matrices()[2].columns),
           rows(count * layer.matrices()[2].rows),
@@ -56,9 +62,34 @@ struct Decoder::Workspace {
 
     // Single steps and others may count in ways of their own, so either has a word that tells how far they are.
     StepTables tables(bool single) const {
-        return {ids.get(),      order.get(),        tiles.get(),    tile_count.get(),
-                commits.get(),  commit_count.get(), sequence.get(), resolved.get() + single,
-                finished.get(), arrived.get()};
+        return {ids.get(),          order.get(),    tiles.get(), tile_count.get(),        commits.get(),
+                commit_count.get(), sequence.get(), ended.get(), resolved.get() + single, finished.get()};
+    }
+
+    // What is compared with the number of a step, and tables of which a step may read more than it wrote.
+    void clear(cudaStream_t stream, const Layer &layer) const {
+        const auto zero = [&](const auto &memory, int64_t count) {
+            check(cudaMemsetAsync(memory.get(), 0, static_cast<size_t>(count) * sizeof *memory.get(), stream),
+                  "clearing the tables of a step");
+        };
+        const RelaxedCapture relaxed;
+        zero(sequence, 1);
+        zero(ended, 1);
+        zero(resolved, 2);
+        zero(finished, 1);
+        zero(tiles, places);
+        zero(handed, quads(layer));
+        zero(handed_x, columns(layer));
+        check(cudaStreamSynchronize(stream), "waiting for the tables of a step");
+    }
+
+  private:
+    // Of handed and handed_x: one of them is 0.
+    int64_t quads(const Layer &layer) const {
+        return layer.matrices()[2].quantised() ? places * layer.matrices()[2].columns / kBlockColumns * kQuads : 0;
+    }
+    int64_t columns(const Layer &layer) const {
+        return layer.matrices()[2].quantised() ? 0 : places * layer.matrices()[2].columns;
     }
 };
 
@@ -130,10 +161,7 @@ void Decoder::reserve(int64_t places) {
     int64_t room = 8;  // doubling, so that rising shapes leave few behind
     while (room < places) room *= 2;
     auto made = std::make_unique<Workspace>(room, layer_);
-    const uint32_t none = 0;
-    for (uint32_t *count : {made->sequence.get(), made->resolved.get(), made->resolved.get() + 1, made->finished.get(),
-                            made->arrived.get()})
-        copy(count, &none, 1);
+    made->clear(side_, layer_);
     if (doorbell_) made->bell_buffer = doorbell_->add_buffer(room);
     workspaces_.push_back(std::move(made));
 }
@@ -172,8 +200,6 @@ void Decoder::run(const moepool_ids &ids, const moepool_rows &x, const void *wei
     // Unless single: at most one a place, or full ones and a short one an expert.
     step.most_tiles =
         static_cast<int32_t>(step.single ? k : std::min(places, layer_.experts() + places / kMostDecodeTokens));
-    step.ahead = static_cast<uint32_t>(k * gate.row_groups());
-    step.parties = step.ahead + static_cast<uint32_t>(down.row_groups());
     step.residents = {layer_.experts(), slot_of_.get(), records_.get(), arena_, layer_.record_bytes(), layer_.tail()};
     step.tables = w.tables(step.single);
     step.x = x.data;
@@ -183,6 +209,8 @@ void Decoder::run(const moepool_ids &ids, const moepool_rows &x, const void *wei
     step.gated = w.gated.get();
     step.hidden = w.hidden.get();
     step.hidden_x = w.hidden_x.get();
+    step.handed = w.handed.get();
+    step.handed_x = w.handed_x.get();
     step.rows = w.rows.get();
     if (doorbell_) {
         step.bell = doorbell_->bell(w.bell_buffer, w.hosted.get());

@@ -18,6 +18,7 @@ namespace {
 struct Part {
     int64_t rows, columns, panels, row_group, bias, scale;
     int row_groups, chunks;
+    int last_width;  // of the last chunk
     explicit Part(const Matrix &m)
         : rows(m.rows),
           columns(m.columns),
@@ -26,7 +27,8 @@ struct Part {
           bias(m.bias),
           scale(m.scale),
           row_groups(static_cast<int>(m.row_groups())),
-          chunks(static_cast<int>((m.columns + kChunkColumns - 1) / kChunkColumns)) {}
+          chunks(static_cast<int>((m.columns + kChunkColumns - 1) / kChunkColumns)),
+          last_width(static_cast<int>(m.columns - int64_t{chunks - 1} * kChunkColumns)) {}
 };
 
 template <class T>
@@ -61,7 +63,7 @@ __device__ __forceinline__ int chunk_bytes(int width) {
     return 4 * kPanelRows * first_word<T, 4>(width / T::info.block);
 }
 __device__ __forceinline__ int chunk_width(const Part &part, int chunk) {
-    return static_cast<int>(min(int64_t{kChunkColumns}, part.columns - int64_t{chunk} * kChunkColumns));
+    return chunk + 1 < part.chunks ? kChunkColumns : part.last_width;
 }
 
 // Activations of one chunk, staged by the warp that uses them.

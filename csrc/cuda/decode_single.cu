@@ -3,6 +3,8 @@
 
 #include "cuda/decode_parts.h"
 #include "cuda/doorbell_device.h"
+#include "cuda/handover.h"
+#include "cuda/look_up.h"
 #include "cuda/resolve_block.h"
 
 namespace moepool {
@@ -15,57 +17,12 @@ constexpr int kDownWarps = 16;
 constexpr int kMostRounds = 4;  // of panels that a warp multiplies before the block adds sums up
 // Bytes of panels in flight in a block. Two blocks fit a multiprocessor.
 constexpr int kBudget = 112 << 10;
-constexpr int kQuickExperts = 128;  // of which a warp reads the whole map at once
 
-// The expert of a place, looked up here so that its weights are asked for at once: hits need nothing from the books.
-struct Looked {
-    const uint8_t *record;  // NULL: skipped
-    bool missing;           // the books are to be asked
-    bool invalid;
-    bool host;  // the CPU computes it: only the books say so
-};
-__device__ __forceinline__ int64_t id_of(const Step &step, int place) {
-    return step.bits == 64 ? __ldcg(static_cast<const long long *>(step.ids) + place)
-                           : int64_t{__ldcg(static_cast<const int *>(step.ids) + place)};
-}
-__device__ __forceinline__ Looked found(const Step &step, int64_t id, int slot, bool host_has_all) {
-    return {slot >= 0 ? step.residents.arena + slot * step.residents.record_bytes : step.residents.records[id],
-            slot < 0 || host_has_all, false, false};
-}
-__device__ __forceinline__ Looked look_up(const Step &step, int place) {
-    const bool host_has_all = hosts_all(step.bell);  // asked for beside the others
-    const int64_t id = id_of(step, place);
-    if (id < 0 || id >= step.residents.experts) return {nullptr, false, id != -1, false};
-    return found(step, id, __ldcg(step.residents.slot_of + id), host_has_all);
-}
-// The same by a warp, which does not wait for the id before it asks for the slot.
-__device__ __forceinline__ Looked look_up_together(const Step &step, int place, int lane) {
-    const int experts = step.residents.experts;
-    if (experts > kQuickExperts) return look_up(step, place);
-    const bool host_has_all = hosts_all(step.bell);
-    int slots[kQuickExperts / 32];
-#pragma unroll
-    for (int i = 0; i < kQuickExperts / 32; ++i)
-        slots[i] = 32 * i + lane < experts ? __ldcg(step.residents.slot_of + 32 * i + lane) : -1;
-    const int64_t id = id_of(step, place);
-    if (id < 0 || id >= experts) return {nullptr, false, id != -1, false};
-    int mine = slots[0];
-#pragma unroll
-    for (int i = 1; i < kQuickExperts / 32; ++i) mine = id / 32 == i ? slots[i] : mine;
-    return found(step, id, __shfl_sync(~0u, mine, static_cast<int>(id % 32)), host_has_all);
-}
-
-// Gate/up hands over to down, which runs beside it: a count of the blocks of both, 0 between steps. What the block
-// wrote in front of a barrier, or this thread did, is seen by those who have waited.
-__device__ __forceinline__ void arrive(const Step &step) {
-    __threadfence();
-    atomicInc(step.tables.arrived, step.parties - 1);
-}
-__device__ __forceinline__ void wait_for_all_ahead(const Step &step) {
-    uint32_t arrived = 0;
-    do asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(arrived) : "l"(step.tables.arrived) : "memory");
-    while (arrived < step.ahead);
-    atomicInc(step.tables.arrived, step.parties - 1);
+// Waits for the books. Their block runs: it is block 0 of gate/up, and blocks are begun in the order of their numbers.
+// CUDA promises that nowhere, but every device does it, and other libraries count on it as well.
+__device__ __forceinline__ void wait_for_books(const Step &step, uint32_t number) {
+    while (load_acquired(step.tables.resolved) != number) {
+    }
 }
 
 // The slot that a place's record goes into, or NULL. L1 may still hold an earlier step's.
@@ -77,10 +34,17 @@ __device__ __forceinline__ uint8_t *fill_of(const Step &step, int place) {
 // Columns 128 * piece .. of the row, four a lane.
 __device__ __forceinline__ void read_piece(const Step &step, int64_t row, const Part &part, int piece, int lane,
                                            float (&value)[4]) {
-    const int64_t column = 128 * int64_t{piece} + 4 * lane;
+    const int64_t column = 128 * int64_t{piece} + 4 * lane, index = row * part.columns + column;
 #pragma unroll
-    for (int i = 0; i < 4; ++i)
-        value[i] = column < part.columns ? widen(step.x, step.x_dtype, row * part.columns + column + i) : 0.0f;
+    for (float &v : value) v = 0.0f;
+    if (column >= part.columns) return;
+    if (step.x_dtype == MOEPOOL_F32) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) value[i] = static_cast<const float *>(step.x)[index + i];
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) value[i] = widen(step.x, step.x_dtype, index + i);
+    }
 }
 __device__ __forceinline__ void quantise_piece(const float (&value)[4], const Part &part, int piece, int lane,
                                                uint8_t *staged) {
@@ -97,72 +61,68 @@ MOEPOOL_BOTH int input_bytes(const Part &part, int warps) {
 
 // The books of the step, kept by the first block, and the hidden rows: a block computes 32 columns of one place. Unit u
 // is chunk u / 2 of gate (u even) or up; a warp takes units warp, warp + warps, ... . The row is quantised in every
-// block, which is quicker than waiting for a kernel that does it once.
-template <class T>
+// block, which is quicker than waiting for a kernel that does it once. kBell: the pool has a doorbell.
+template <class T, bool kBell>
 __global__ void __launch_bounds__(32 * kGateUpWarps, 2)
     gate_up_single(const __grid_constant__ Step step, const ResolveArguments arguments, const Part gate, const Part up,
                    int stages, int rounds) {
     extern __shared__ __align__(128) uint8_t memory[];
     const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y;
-    if (blockIdx.x == 0) prepare_books(step, arguments, memory);
-    wait_for_kernels_in_front();
-    let_the_next_kernel_start();
     if (blockIdx.x == 0) {
-        const uint32_t sequence = __ldcg(step.tables.sequence) + 1;
-        if (step.bell.state)  // beside the others
-            resolve_block<true, true>(step, arguments, memory, sequence);
-        else
-            resolve_block<false, true>(step, arguments, memory, sequence);
-        if (warp == 0 && lane == 0 && !step.bell.by_nodes && has_answer(step.bell)) poll_answer(step.bell);
+        prepare_books(step, arguments, memory);
+        wait_for_kernels_in_front();
+        let_the_next_kernel_start();
+        resolve_block<kBell, true>(step, arguments, memory, number_of(step));  // beside the others
+        if (kBell && warp == 0 && lane == 0 && !step.bell.by_nodes && has_answer(step.bell)) poll_answer(step.bell);
         return;
     }
+    const int job = static_cast<int>(blockIdx.x) - 1, row_groups = gate.row_groups;
+    const int place = job / row_groups, group = job % row_groups;
+    wait_for_kernels_in_front();
+    let_the_next_kernel_start();
+    // One warp of a block looks up: all of them at the same lines at once would wait for one another.
     __shared__ Looked found_here;
+    Asked asked;
+    if (warp == 0) asked = ask<kBell>(step, place, lane);
     const Shared shared(memory, warps, stages, kPanelBytes<T>, input_bytes<T>(gate, warps), warps * rounds);
-    const unsigned job = blockIdx.x - 1;
-    const int place = static_cast<int>(job / gate.row_groups), group = static_cast<int>(job % gate.row_groups);
     const int units = 2 * gate.chunks;
-    const int64_t row = place / step.x_per_row;
-    const auto offset = [&](int unit) {
-        return (unit % 2 ? up.panels + group * up.row_group : gate.panels + group * gate.row_group) +
-               unit / 2 * kPanelBytes<T>;
-    };
-    const auto bytes = [&](int unit) { return chunk_bytes<T>(chunk_width(gate, unit / 2)); };
+    const int64_t row = step.x_per_row == 1 ? place : 0;
+    const int64_t gate_offset = gate.panels + group * gate.row_group, up_offset = up.panels + group * up.row_group;
+    const auto offset = [&](int unit) { return (unit & 1 ? up_offset : gate_offset) + (unit >> 1) * kPanelBytes<T>; };
+    const int full = chunk_bytes<T>(kChunkColumns), last = chunk_bytes<T>(gate.last_width);
+    const auto bytes = [&](int unit) { return (unit >> 1) + 1 < gate.chunks ? full : last; };
     Panels panels(shared.panels + warp * stages * kPanelBytes<T>, shared.barriers + warp * stages, stages,
                   kPanelBytes<T>, lane);
-    // One warp of a block looks up: all of them at the same lines at once would wait for one another.
     if (warp == 0) {
-        const Looked looked = look_up_together(step, place, lane);
+        const Looked looked = take<kBell>(step, place, asked);
         if (lane == 0) found_here = looked;
     }
     float piece[4];
     if constexpr (!kFloats<T>) read_piece(step, row, gate, warp, lane, piece);
     __syncthreads();
     const Looked looked = found_here;
-    if (!looked.record) {
-        if (warp == 0 && lane == 0) arrive(step);
-        return;
-    }
+    if (!looked.record) return;
     uint8_t *fill = nullptr;
     bool host = false;
     const auto ask_the_books = [&] {  // only they say whether it is to be kept
-        // The books' block runs: it is block 0, and blocks are begun in the order of their numbers. CUDA promises that
-        // nowhere, but every device does it, and other libraries count on it as well.
-        const uint32_t sequence = __ldcg(step.tables.sequence) + 1;
-        while (load_acquired(step.tables.resolved) != sequence) {
-        }
+        wait_for_books(step, number_of(step));
         fill = step.tables.tiles[place].fill;
-        host = step.tables.tiles[place].host;
+        if (kBell) host = step.tables.tiles[place].host;
         if (fill && group == 0) copy_tail(step.residents, {looked.record, fill, 0, 0, 0, 0});
     };
     // With a CPU to compute it, it may not have to be read at all.
-    const bool asks_first = looked.missing && step.bell.state;
-    if (asks_first) ask_the_books();
-    if (host && !fill) {
-        if (warp == 0 && lane == 0) arrive(step);
-        return;
-    }
-    for (int s = 0; s < stages; ++s)
-        if (const int unit = warp + s * warps; unit < units) panels.fetch(looked.record + offset(unit), bytes(unit));
+    if (kBell && looked.missing) ask_the_books();
+    if (kBell && host && !fill) return;
+    // A warp's first panels. It asks for more only if these fill its stages, so its own count need not know.
+    const auto start = [&](Panels theirs, int of) {
+        for (int unit = of; unit < min(units, of + stages * warps); unit += warps)
+            theirs.fetch(looked.record + offset(unit), bytes(unit));
+    };
+    // Half of the warps begin, and each lets another begin when its first panel is there. All at once would fill the
+    // memory's queues: down, which looks its experts up meanwhile, would wait behind all of them.
+    const int beginners = Panels::kAsynchronous ? (warps + 1) / 2 : warps;
+    if (warp < beginners) start(panels, warp);
+    const uint32_t number = number_of(step);
     if constexpr (!kFloats<T>) {
         for (int p = warp; 128 * p < gate.columns; p += warps) {
             if (p != warp) read_piece(step, row, gate, p, lane, piece);
@@ -170,75 +130,139 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, 2)
         }
         __syncthreads();
     }
-    if (looked.missing && !asks_first) ask_the_books();
+    if (!kBell && looked.missing) ask_the_books();
     float sums[2] = {};  // of warp 0
     for (int first = 0; first < units; first += warps * rounds) {
         const int end = min(units, first + warps * rounds);
         for (int unit = first + warp; unit < end; unit += warps) {
-            const int chunk = unit / 2, width = chunk_width(gate, chunk);
+            const int chunk = unit >> 1, width = chunk_width(gate, chunk);
             const uint8_t *staged = shared.staged + (kFloats<T> ? warp : chunk) * kStagedBytes<T>;
             if constexpr (kFloats<T>) {
                 stage_input<T>(shared.staged + warp * kStagedBytes<T>, step, place, gate, chunk, lane);
                 __syncwarp();
             }
             const uint8_t *panel = panels.take();
+            if (unit == warp && warp + beginners < warps) start(panels.of_warp(beginners), warp + beginners);
             if (fill) panels.copy_out(panel, fill + offset(unit), bytes(unit));
-            if (!host) multiply_panel<T, 1>(panel, width, staged, lane, shared.partial + (unit - first) * 32 + lane);
+            if (!kBell || !host)
+                multiply_panel<T, 1>(panel, width, staged, lane, shared.partial + (unit - first) * 32 + lane);
             if (fill) panels.finish_stores();
             __syncwarp();
             const int next = unit + warps * stages;
             if (next < units) panels.fetch(looked.record + offset(next), bytes(next));
         }
         __syncthreads();
+        static_assert(kMostRounds % 2 == 0, "a unit of gate comes first in each of the rounds");
         if (warp == 0) {
-#pragma unroll 8
+#pragma unroll 4
             for (int u = 0; u < end - first; u += 2) {
-                const int g = u + first % 2, other = u + 1 - first % 2;
-                if (g < end - first) sums[0] = __fadd_rn(sums[0], shared.partial[g * 32 + lane]);
-                if (other < end - first) sums[1] = __fadd_rn(sums[1], shared.partial[other * 32 + lane]);
+                sums[0] = __fadd_rn(sums[0], shared.partial[u * 32 + lane]);
+                sums[1] = __fadd_rn(sums[1], shared.partial[(u + 1) * 32 + lane]);
             }
         }
         if (end < units) __syncthreads();
     }
-    if (warp == 0 && !host) write_hidden(step, gate, up, looked.record, place, group, sums[0], sums[1]);
+    if (warp > 0 || (kBell && host)) return;
+    // Hidden columns 32 * group .. of the place. The padding rows of the last panel enter no sum.
+    const int64_t r = group * kPanelRows + lane;
+    const float hidden = r < gate.rows ? num::swiglu(finish_row(sums[0], looked.record, gate.scale, gate.bias, r),
+                                                     finish_row(sums[1], looked.record, up.scale, up.bias, r))
+                                       : 0.0f;
+    if (step.handed)
+        hand_over(quantise(hidden), lane, step.handed + (place * row_groups + group) * kQuads, number);
+    else if (r < gate.rows)
+        hand_over(hidden, step.handed_x + place * gate.rows + r, number);
+}
+
+// A unit of down: chunk `chunk` of place `place`, or the distance of two.
+struct Unit {
+    int place, chunk;
+    __device__ Unit(int number, int chunks) : place(number / chunks), chunk(number % chunks) {}
+    __device__ __forceinline__ void add(const Unit &other, int chunks) {
+        place += other.place;
+        chunk += other.chunk;
+        if (chunk < chunks) return;
+        chunk -= chunks;
+        ++place;
+    }
+};
+
+// One chunk of the hidden row of a place, when gate/up has handed it over, to shared memory by the warp that uses it.
+template <class T>
+__device__ __forceinline__ void await_hidden(uint8_t *target, const Step &step, int64_t place, const Part &part,
+                                             int chunk, uint32_t number, int lane) {
+    const int64_t column = place * part.columns + int64_t{chunk} * kChunkColumns;
+    const int width = chunk_width(part, chunk);
+    if constexpr (kFloats<T>) {
+        for (int i = lane; i < width; i += 32)
+            reinterpret_cast<float *>(target)[i] = await_float(step.handed_x + column + i, number);
+    } else {
+        await_blocks(step.handed + column / kBlockColumns * kQuads, width / kBlockColumns, number, lane,
+                     reinterpret_cast<ActivationBlock *>(target));
+    }
     __syncwarp();
-    if (warp == 0 && lane == 0) arrive(step);
 }
 
 // A block computes 32 outputs: of every place, then their weighted sum. Unit u is chunk u % chunks of place u / chunks.
 // The kernel starts when all blocks of gate/up run, and waits only for what these hand over.
-template <class T>
+template <class T, bool kBell>
 __global__ void __launch_bounds__(32 * kDownWarps, 2)
-    down_single(const Step step, const Part down, int stages, int rounds) {
+    down_single(const __grid_constant__ Step step, const Part down, int stages, int rounds) {
     extern __shared__ __align__(128) uint8_t memory[];
-    const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y, k = step.k;
-    const int group = blockIdx.x, units = k * down.chunks;
-    const int64_t r = int64_t{group} * kPanelRows + lane;
+    const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y, k = step.k, chunks = down.chunks;
+    // Before all else: soon the weights of gate/up are on their way, and loads behind them take long.
+    Asked asked;
+    float weight = 0.0f;
+    if (warp == 0) {
+        asked = ask<kBell>(step, lane < k ? lane : -1, lane);
+        if (lane < k) weight = widen_past_l1(step.weights, step.weights_dtype, lane);
+    }
+    const uint32_t number = number_of(step);
+    const int group = blockIdx.x, units = k * chunks;
+    const int r = group * kPanelRows + lane;
     const Shared shared(memory, warps, stages, kPanelBytes<T>, warps * rounds * kStagedBytes<T>, warps * rounds);
     auto *const looked = reinterpret_cast<Looked *>(shared.total + k * 32);
     auto *const weights = reinterpret_cast<float *>(looked + k);
-    const auto offset = [&](int unit) {
-        return down.panels + group * down.row_group + unit % down.chunks * kPanelBytes<T>;
-    };
-    const auto bytes = [&](int unit) { return chunk_bytes<T>(chunk_width(down, unit % down.chunks)); };
+    __shared__ uint2 awaited;  // places that the CPU computes, and the epoch of the request
+    const int64_t group_offset = down.panels + group * down.row_group;
+    const int full = chunk_bytes<T>(kChunkColumns), last = chunk_bytes<T>(down.last_width);
+    const auto offset = [&](const Unit &unit) { return group_offset + unit.chunk * kPanelBytes<T>; };
+    const auto bytes = [&](const Unit &unit) { return unit.chunk + 1 < chunks ? full : last; };
+    const Unit stride(warps, chunks), stride_of_round(warps * rounds, chunks);
+    Unit mine(warp, chunks);  // the unit that this warp multiplies next
+    Unit next = mine;         // and asks for
     // What the CPU computes is read only to be kept.
-    const auto reads = [&](int place) { return looked[place].record && (!looked[place].host || fill_of(step, place)); };
+    const auto reads = [&](const Looked &one, int place) {
+        return one.record && (!kBell || !one.host || fill_of(step, place));
+    };
     Panels panels(shared.panels + warp * stages * kPanelBytes<T>, shared.barriers + warp * stages, stages,
                   kPanelBytes<T>, lane);
-    const bool may_change_course = course_is_due(step.bell);
-    for (int j = 32 * warp + lane; j < k; j += 32 * warps) {
-        looked[j] = look_up(step, j);
-        weights[j] = widen_past_l1(step.weights, step.weights_dtype, j);
+    const bool may_change_course = kBell && course_is_due(step.bell);
+    if (warp == 0) {
+        for (int base = 0; base < k; base += 32) {
+            const int j = base + lane < k ? base + lane : -1;
+            if (base > 0) {
+                asked = ask<kBell>(step, j, lane);
+                if (j >= 0) weight = widen_past_l1(step.weights, step.weights_dtype, j);
+            }
+            const Looked one = take<kBell>(step, j, asked);
+            if (j < 0) continue;
+            looked[j] = one;
+            weights[j] = weight;
+        }
     }
-    for (int j = warp; j < k; j += warps) shared.total[j * 32 + lane] = 0.0f;
     __syncthreads();
-    bool missing = false;
-    for (int j = 0; j < k; ++j) missing |= looked[j].missing;
+    bool missing = false, asks = false;
+    const auto find_missing = [&] {
+        for (int j = 0; j < k; ++j) missing |= looked[j].missing;
+    };
     // The weights are asked for while gate/up is still at work, unless the CPU may have them.
-    const bool asks = missing && step.bell.state;
-    __shared__ uint2 awaited;  // places that the CPU computes, and the epoch of the request
+    if constexpr (kBell) {
+        find_missing();
+        asks = missing;
+    }
     if (asks) {
-        if (warp == 0 && lane == 0) wait_for_all_ahead(step);
+        if (warp == 0 && lane == 0) wait_for_books(step, number);
         __syncthreads();
         if (warp == warps - 1 && lane == 31)
             awaited = {static_cast<uint32_t>(__ldcg(&step.bell.state->places)), __ldcg(&step.bell.state->epoch)};
@@ -246,49 +270,76 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
             if (looked[j].missing) looked[j].host = __ldcg(&step.tables.tiles[j].host);
         __syncthreads();
     }
-    const auto fetch = [&](int unit) {
-        const int place = unit / down.chunks;
-        if (reads(place)) panels.fetch(looked[place].record + offset(unit), bytes(unit));
+    const auto fetch = [&] {
+        if (next.place >= k) return;
+        const Looked one = looked[next.place];
+        if (reads(one, next.place)) panels.fetch(one.record + offset(next), bytes(next));
+        next.add(stride, chunks);
     };
-    for (int s = 0; s < stages; ++s)
-        if (warp + s * warps < units) fetch(warp + s * warps);
+#pragma unroll 1
+    for (int s = 0; s < stages; ++s) fetch();
     let_the_next_kernel_start();
-    if (!asks && warp == 0 && lane == 0) wait_for_all_ahead(step);
-    __syncthreads();
+    if constexpr (!kBell) find_missing();
+    // Places that take no part: a weight of 0 leaves a sum as it is, but for the sign of a zero, which finish() takes.
+    for (int j = warp; j < k; j += warps) {
+        if (looked[j].record) continue;
+        shared.total[j * 32 + lane] = looked[j].invalid ? num::nan() : 0.0f;
+        if (lane == 0) weights[j] = 0.0f;
+    }
+    Unit round(0, 1);  // the first of these rounds
+#pragma unroll 1
     for (int first = 0; first < units; first += warps * rounds) {
         const int end = min(units, first + warps * rounds);
-        for (int unit = first + warp; unit < end; unit += warps)
-            if (looked[unit / down.chunks].record && !looked[unit / down.chunks].host)
-                stage_hidden<T>(shared.staged + (unit - first) * kStagedBytes<T>, step, unit / down.chunks, down,
-                                unit % down.chunks, lane);
-        __syncwarp();
+        // What gate/up hands over is mostly there before the weights.
+        uint8_t *staged = shared.staged + warp * kStagedBytes<T>;
+        Unit awaits = mine;
+#pragma unroll 1
         for (int unit = first + warp; unit < end; unit += warps) {
-            const int place = unit / down.chunks, chunk = unit % down.chunks;
-            if (reads(place)) {
-                uint8_t *fill = looked[place].missing ? fill_of(step, place) : nullptr;
+            const Looked one = looked[awaits.place];
+            if (one.record && (!kBell || !one.host))
+                await_hidden<T>(staged, step, awaits.place, down, awaits.chunk, number, lane);
+            staged += warps * kStagedBytes<T>;
+            awaits.add(stride, chunks);
+        }
+        staged = shared.staged + warp * kStagedBytes<T>;
+        float *partial = shared.partial + warp * 32 + lane;
+#pragma unroll 1
+        for (int unit = first + warp; unit < end; unit += warps) {
+            const Looked one = looked[mine.place];
+            uint8_t *fill = nullptr;
+            if (one.missing && one.record) {
+                if (!kBell) wait_for_books(step, number);
+                fill = fill_of(step, mine.place);
+            }
+            const bool computes = one.record && (!kBell || !one.host);
+            if (computes || fill) {
                 const uint8_t *panel = panels.take();
-                if (fill) panels.copy_out(panel, fill + offset(unit), bytes(unit));
-                if (!looked[place].host)
-                    multiply_panel<T, 1>(panel, chunk_width(down, chunk),
-                                         shared.staged + (unit - first) * kStagedBytes<T>, lane,
-                                         shared.partial + (unit - first) * 32 + lane);
+                if (fill) panels.copy_out(panel, fill + offset(mine), bytes(mine));
+                if (computes) multiply_panel<T, 1>(panel, chunk_width(down, mine.chunk), staged, lane, partial);
                 if (fill) panels.finish_stores();
                 __syncwarp();
             }
-            const int next = unit + warps * stages;
-            if (next < units) fetch(next);
+            staged += warps * kStagedBytes<T>;
+            partial += warps * 32;
+            mine.add(stride, chunks);
+            fetch();
         }
         __syncthreads();
         // Each place's chunks of these rounds, in their order; behind the last of them, its output.
-        for (int j = first / down.chunks + warp; j * down.chunks < end; j += warps) {
-            if (!looked[j].record || looked[j].host) continue;
-            float total = shared.total[j * 32 + lane];
-            for (int u = max(first, j * down.chunks); u < min(end, (j + 1) * down.chunks); ++u)
-                total = __fadd_rn(total, shared.partial[(u - first) * 32 + lane]);
-            if ((j + 1) * down.chunks <= end && r < down.rows)
-                total = finish_row(total, looked[j].record, down.scale, down.bias, r);
+#pragma unroll 1
+        for (int j = round.place + warp, u = j * chunks; u < end; j += warps, u += warps * chunks) {
+            const Looked one = looked[j];
+            if (!one.record || (kBell && one.host)) continue;
+            const bool whole = u + chunks <= end;
+            float total = u < first ? shared.total[j * 32 + lane] : 0.0f;
+            const float *from = shared.partial + (max(first, u) - first) * 32 + lane;
+            const float *const to = shared.partial + (min(end, u + chunks) - first) * 32 + lane;
+#pragma unroll 1
+            for (; from < to; from += 32) total = __fadd_rn(total, *from);
+            if (whole && r < down.rows) total = finish_row(total, one.record, down.scale, down.bias, r);
             shared.total[j * 32 + lane] = total;
         }
+        round.add(stride_of_round, chunks);
         __syncthreads();
     }
     if (asks && awaited.x) {
@@ -302,20 +353,17 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
             if (looked[j].host && r < down.rows) shared.total[j * 32 + lane] = cold_row(step.bell, j, down.rows, r);
         __syncthreads();
     }
-    if (warp == 0 && r < down.rows) {
+    if (warp == 0) {
         float y = 0.0f;
-        for (int j = 0; j < k; ++j) {
-            if (!looked[j].record && !looked[j].invalid) continue;
-            y = num::mp_fma(weights[j], looked[j].record ? shared.total[j * 32 + lane] : num::nan(), y);
-        }
-        y = num::finish(y);
-        step.out[r] = y;
+#pragma unroll 4
+        for (int j = 0; j < k; ++j) y = num::mp_fma(weights[j], shared.total[j * 32 + lane], y);
+        if (r < down.rows) step.out[r] = num::finish(y);
     }
     wait_for_kernels_in_front();  // for the kernel behind, which waits for this one alone
     // Every block has looked its slots up and filled its part when the last one is here: now the map may change.
-    if (warp == 0 && lane == 0) note_end(step.bell);
-    if (group == 0 && warp == 0 && lane == 0) ++*step.tables.sequence;
-    const bool course_changes = may_change_course && changes_course(step.bell);
+    if (warp == 0 && lane == 0 && kBell) note_end(step.bell);
+    if (warp == warps - 1 && lane == 0) note_ended(step);
+    const bool course_changes = kBell && may_change_course && changes_course(step.bell);
     const int commit_count = missing ? __ldcg(step.tables.commit_count) : 0;
     if (commit_count == 0 && !course_changes) return;
     __threadfence();
@@ -354,20 +402,24 @@ void launch_gate_up(const Matrix &gate, const Matrix &up, const Step &step, cons
                     cudaStream_t stream) {
     const DecodeConfig c = gate_up_config<T>(gate);
     const int shared = std::max(c.shared_bytes, resolve_shared_bytes(step.residents.experts, arguments.slots));
-    launch(gate_up_single<T>, 1 + step.ahead, threads(c), shared, stream, step, arguments, Part(gate), Part(up),
-           c.stages, c.rounds);
+    launch(step.bell.state ? gate_up_single<T, true> : gate_up_single<T, false>,
+           static_cast<unsigned>(1 + step.k * gate.row_groups()), threads(c), shared, stream, step, arguments,
+           Part(gate), Part(up), c.stages, c.rounds);
 }
 template <class T>
 void launch_down(const Matrix &down, const Step &step, cudaStream_t stream) {
     const DecodeConfig c = down_config<T>(down, step.k);
-    launch_behind(!step.bell.by_nodes, down_single<T>, step.parties - step.ahead, threads(c), c.shared_bytes, stream,
-                  step, Part(down), c.stages, c.rounds);
+    launch_behind(!step.bell.by_nodes, step.bell.state ? down_single<T, true> : down_single<T, false>,
+                  static_cast<unsigned>(down.row_groups()), threads(c), c.shared_bytes, stream, step, Part(down),
+                  c.stages, c.rounds);
 }
 
 template <class T>
 void load(int shared_bytes) {
-    allow_shared(gate_up_single<T>, shared_bytes);
-    allow_shared(down_single<T>, shared_bytes);
+    allow_shared(gate_up_single<T, false>, shared_bytes);
+    allow_shared(gate_up_single<T, true>, shared_bytes);
+    allow_shared(down_single<T, false>, shared_bytes);
+    allow_shared(down_single<T, true>, shared_bytes);
 }
 
 }  // namespace

@@ -35,6 +35,13 @@ __device__ __forceinline__ uint32_t shared_address(const void *p) {
 // One warp's buffers: `stages` panels in flight. All lanes call every function.
 class Panels {
   public:
+    // Whether a warp may ask for another one's.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+    static constexpr bool kAsynchronous = false;
+#else
+    static constexpr bool kAsynchronous = true;
+#endif
+
     // memory: stages * bytes, 128-byte aligned. barriers: stages of them.
     __device__ Panels(uint8_t *memory, uint64_t *barriers, int stages, int bytes, int lane)
         : memory_(memory), barriers_(barriers), stages_(stages), bytes_(bytes), lane_(lane) {
@@ -46,9 +53,20 @@ class Panels {
 #endif
     }
 
+    // Those of the warp `distance` further, whose first panels this one asks for. It must have made them, in front of a
+    // barrier.
+    __device__ Panels of_warp(int distance) const {
+        Panels theirs(*this);
+        theirs.memory_ += distance * stages_ * bytes_;
+        theirs.barriers_ += distance * stages_;
+        theirs.fetched_ = 0;
+        return theirs;
+    }
+
     // Starts the copy of the warp's next panel. A stage that was in use must have been released.
     __device__ void fetch(const uint8_t *source, int bytes) {
-        const int stage = static_cast<int>(fetched_++ % stages_);
+        const int stage = fetched_;
+        fetched_ = next(stage);
         uint8_t *target = memory_ + stage * bytes_;
 #if __CUDA_ARCH__ >= 900
         if (lane_ == 0) {
@@ -70,17 +88,18 @@ class Panels {
 
     // Waits for the panel fetched first of those not yet taken.
     __device__ const uint8_t *take() {
-        const int stage = static_cast<int>(taken_ % stages_);
+        const int stage = taken_;
+        taken_ = next(stage);
 #if __CUDA_ARCH__ >= 900
-        const uint32_t barrier = shared_address(barriers_ + stage), parity = taken_ / stages_ & 1;
+        const uint32_t barrier = shared_address(barriers_ + stage);
         asm volatile(
             "{.reg .pred done;\n"
             "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
             "@!done bra again;}" ::"r"(barrier),
-            "r"(parity)
+            "r"(parity_)
             : "memory");
+        parity_ ^= taken_ == 0;
 #endif
-        ++taken_;
         return memory_ + stage * bytes_;
     }
 
@@ -107,10 +126,13 @@ class Panels {
     }
 
   private:
-    uint8_t *const memory_;
-    uint64_t *const barriers_;
+    __device__ int next(int stage) const { return stage + 1 == stages_ ? 0 : stage + 1; }
+
+    uint8_t *memory_;
+    uint64_t *barriers_;
     const int stages_, bytes_, lane_;
-    uint32_t fetched_ = 0, taken_ = 0;
+    int fetched_ = 0, taken_ = 0;  // the stage of the next
+    uint32_t parity_ = 0;          // of the barriers, for what is taken next
 };
 
 }  // namespace

@@ -45,10 +45,10 @@ struct StepTables {
     int32_t *tile_count;
     Commit *commits;  // with their count, not before resolve's kernel has ended
     int32_t *commit_count;
-    uint32_t *sequence;  // steps that have ended
-    uint32_t *resolved;  // the number of the last step whose tables are written
-    uint32_t *finished;  // blocks of the last kernel; 0 between steps
-    uint32_t *arrived;   // of a single token: blocks of gate/up that are done, then of down; 0 between steps
+    uint32_t *sequence;         // steps that have ended, but for those of a single token
+    unsigned long long *ended;  // these, in units of 2^32; below, blocks of down that have ended in this one
+    uint32_t *resolved;         // the number of the last step whose tables are written
+    uint32_t *finished;         // blocks of the last kernel; 0 between steps
 };
 
 // One step.
@@ -56,8 +56,7 @@ struct Step {
     const void *ids;
     int32_t bits, tokens, k;
     int32_t most_tiles;
-    bool single;              // of a single token, by kernels that look slots up themselves: every place is a tile
-    uint32_t ahead, parties;  // if single: blocks of gate/up but the books', and with those of down
+    bool single;  // of a single token, by kernels that look slots up themselves: every place is a tile
     Residents residents;
     StepTables tables;
     const void *x;  // activation rows
@@ -66,7 +65,9 @@ struct Step {
     ActivationBlock *input;   // the same quantised, if gate or up is
     float *gated;             // (places, rows of gate), if up is of another type
     ActivationBlock *hidden;  // (places, blocks), or
-    float *hidden_x;          // (places, columns), as down wants them
+    float *hidden_x;          // (places, columns), as down wants them; if single
+    uint4 *handed;            // (places, blocks, 4), or
+    uint64_t *handed_x;       // (places, columns): handover.h
     float *rows;              // (places, rows of down), unless single, and of the CPU
     const void *weights;
     moepool_dtype weights_dtype;
