@@ -64,8 +64,7 @@ void later_items_wait_for_earlier_ones() {
     for (const int threads : {1, 2, 9}) {
         set_threads(threads, nullptr, 0);
         std::vector<std::thread> callers;
-        for (int caller = 0; caller < 4; ++caller)
-            callers.emplace_back([caller] { add_up(1 + 3 * caller, 5, 200); });
+        for (int caller = 0; caller < 4; ++caller) callers.emplace_back([caller] { add_up(1 + 3 * caller, 5, 200); });
         for (std::thread &caller : callers) caller.join();
     }
 }
