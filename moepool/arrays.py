@@ -33,6 +33,7 @@ __all__ = [
     "device_of",
     "floats",
     "host_array",
+    "is_plain",
     "on_host",
     "stream_address",
     "view",
@@ -48,6 +49,7 @@ SOME_CUDA = -2
 # there.
 LEGACY_STREAM = 1
 
+_FLOAT32 = np.dtype(np.float32)
 _ITEMSIZE = {"float32": 4, "float16": 2, "bfloat16": 2, "int32": 4, "int64": 8}
 
 
@@ -299,6 +301,11 @@ class _Interface:
             "strides": array.strides,
             "typestr": typestr,
         }
+
+
+def is_plain(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any] = _FLOAT32) -> bool:
+    """Whether this is an array of NumPy itself, packed and writable, which a call can take as it is."""
+    return type(array) is np.ndarray and array.dtype is dtype and array.shape == shape and array.flags.carray
 
 
 def _as_numpy(array: ArrayView) -> npt.NDArray[Any]:

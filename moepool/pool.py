@@ -427,16 +427,20 @@ class Pool:
 
     def _step(self, ids: arrays.ArrayView, phase: str) -> tuple[handles.Ids, int]:
         """Ids and phase as the core takes them."""
-        phase_number = choice("phase", phase, handles.PHASES)
-        tokens, k = ids.shape
+        number = self._phase(phase, ids.shape[1])
+        bits = 32 if ids.dtype == "int32" else 64
+        return handles.Ids(ids.address, bits, ids.device, ids.shape, ids.strides), number
+
+    def _phase(self, phase: str, k: int) -> int:
+        """The phase as the core takes it, of a step of k places a token."""
+        number = choice("phase", phase, handles.PHASES)
         if not self._told_of_few_slots and 0 < self.slots < min(k, self.experts):
             self._told_of_few_slots = True
             warn(
                 f"a token has {k} places, but the pool has {self.slots} slots: every step misses or "
                 f"bypasses; make at least {min(k, self.experts)} slots, or none"
             )
-        bits = 32 if ids.dtype == "int32" else 64
-        return handles.Ids(ids.address, bits, ids.device, ids.shape, ids.strides), phase_number
+        return number
 
     # ------------------------------------------------------------------------------------- outside of steps
 

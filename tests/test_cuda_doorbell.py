@@ -407,11 +407,11 @@ def test_a_cpu_that_does_not_answer(
 
 @pytest.mark.parametrize("how", ["stalled", "killed"])
 def test_a_graph_waits_once(how: str, cupy: Any) -> None:
-    """Of three layers the first waits for the whole time-out, the others give up soon. New pools end it."""
+    """Of several layers the first waits for the whole time-out, the others give up soon. New pools end it."""
     stream = cupy.cuda.Stream(non_blocking=True)
     made = [layer_of(ffn) for ffn in CHAIN]
     given, x, ids, router = misses(cupy, 1)
-    out = cupy.empty((3, 1, 256), cupy.float32)
+    out = cupy.empty((len(CHAIN), 1, 256), cupy.float32)
     right = []
     for layer in made:
         with few_slots(), moepool.Pool(layer, 0) as law:
@@ -433,7 +433,7 @@ def test_a_graph_waits_once(how: str, cupy: Any) -> None:
         pools = [moepool.Pool(layer, 0, device=DEVICE, miss="host") for layer in made]
         handles.set_doorbell(stall_us=1_000_000 if how == "stalled" else -1)
         took = launched(pools)
-        assert 0.4 < took < 0.6, f"three layers waited {took} s"
+        assert 0.4 < took < 0.6, f"{len(CHAIN)} layers waited {took} s"
         assert (get(out).view(np.uint32) == NAN).all()
         for i, pool in enumerate(pools):
             why = "nor had it answered another pool in time" if i else "400 ms"

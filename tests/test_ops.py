@@ -258,6 +258,30 @@ def test_the_composed_layer_has_the_same_bytes_and_stats(slots: int, miss: Any, 
     assert stats[0] == stats[1]
 
 
+@pytest.mark.parametrize("other", ["x", "ids", "weights"])
+def test_arrays_of_any_kind_take_the_same_step(other: str, layer: moepool.Layer) -> None:
+    """Packed arrays of NumPy have a short way into the core; others, those that are read-only for example, a
+    long one."""
+    outcomes = []
+    for short in (True, False):
+        given = {"x": X.copy(), "ids": IDS.copy(), "weights": WEIGHTS.copy()}
+        given[other].flags.writeable = short
+        with moepool.Pool(layer, 1) as pool:
+            ffn = moepool.ExpertFFN(pool)
+            assert ffn._are_plain(*given.values(), None) == short
+            with pytest.warns(moepool.MoePoolWarning, match="a token has 2 places, but the pool has 1 slots"):
+                y = ffn(**given)
+            ffn(**given, phase="prompt")
+            with pytest.raises(moepool.ArgumentError, match="phase is 'no'"):
+                ffn(**given, phase="no")
+            with pytest.raises(moepool.IdError, match=r"id 99 at token 2, place 1 is outside"):
+                ffn(given["x"], np.where(np.arange(6).reshape(3, 2) == 5, 99, IDS), given["weights"])
+            outcomes.append((y.tobytes(), pool.stats()))
+        with pytest.raises(moepool.StateError, match="the pool is closed"):
+            ffn(**given)
+    assert outcomes[0] == outcomes[1]
+
+
 def test_out_of_the_layer(pool: moepool.Pool) -> None:
     ffn = moepool.ExpertFFN(pool)
     expected = ffn(X, IDS, WEIGHTS)

@@ -20,6 +20,7 @@ import pytest
 import moepool
 from moepool.pool import Miss, Policy
 from tests import cases
+from tests.programs import run
 from tests.support import (
     F32,
     assert_same,
@@ -32,6 +33,7 @@ from tests.support import (
     usable_kernels,
 )
 
+ROOT = Path(__file__).parents[1]
 CORES = len(os.sched_getaffinity(0))
 THREADS = 8
 
@@ -159,6 +161,30 @@ def test_calls_while_threads_and_kernels_change() -> None:
 
 
 # --------------------------------------------------------------------------------------- the core's threads
+
+
+@pytest.fixture(scope="module", params=["thread", "address,undefined"])
+def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    target = tmp_path_factory.mktemp("threads") / "threads"
+    flags = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread"]
+    includes = [f"-I{ROOT / 'include'}", f"-I{ROOT / 'csrc'}"]
+    sources = [ROOT / "tests/native/threads.cpp", ROOT / "csrc/cpu/threads.cpp", ROOT / "csrc/error.cpp"]
+    run("g++", *flags, f"-fsanitize={request.param}", *includes, *sources, "-o", target)
+    return target
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
+@pytest.mark.parametrize(
+    "case",
+    [
+        "every_item_is_done_once",
+        "later_items_wait_for_earlier_ones",
+        "who_waits_is_told_that_the_call_is_stopped",
+    ],
+)
+def test_items(program: Path, case: str) -> None:
+    """tests/native/threads.cpp, built with the thread and the address sanitizer."""
+    assert run(program, case) == "ok\n"
 
 
 @pytest.mark.parametrize("kernel", usable_kernels())

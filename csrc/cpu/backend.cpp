@@ -1,8 +1,10 @@
 // The CPU as a device: slots in ordinary memory, ops on all threads. Every op is a schedule of the arithmetic of
 // docs/numerics.md; the work is divided so that no division shows in a result.
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <memory>
+#include <new>
 #include <vector>
 
 #include "cpu/kernels.h"
@@ -20,6 +22,7 @@ namespace {
 
 constexpr int64_t kSliceTokens = 512;   // tokens that ffn keeps intermediate rows for
 constexpr int64_t kItemPlaces = 1024;   // of an expert in one item: so long a call goes on when it is to end
+constexpr int64_t kPartRowGroups = 4;   // of down in one item: to count one costs a tenth of a microsecond
 constexpr int64_t kElements = 1 << 14;  // of an elementwise op in one item
 
 class CpuSlots : public Slots {
@@ -62,7 +65,6 @@ struct Slice {
     int64_t places() const { return tokens() * route.k(); }
     const int32_t *order() const { return route.order().data(); }
     int64_t base() const { return first * route.k(); }  // the first place, as order() counts
-    int32_t id(int64_t place) const { return route.ids()[static_cast<size_t>(first * route.k() + place)]; }
 
     // Each expert of the slice with its places, as positions of order(); one with very many is there several times.
     std::vector<Route::Group> groups() const {
@@ -85,48 +87,53 @@ struct Slice {
 
 bool is_quantised(const Matrix &m) { return m.type().block > 1; }
 
+const uint32_t *panels_of(const Matrix &m, const uint8_t *record, int64_t row_group) {
+    return reinterpret_cast<const uint32_t *>(record + m.panels + row_group * m.row_group);
+}
+
 // Rows of one row group of an expert's matrix for the activations of up to kMostRows places.
 struct Tile {
     float rows[kMostRows][kPanelRows];
 
-    void multiply(const Matrix &m, const uint8_t *record, int64_t row_group, const Activation *activations, int count) {
+    // next: the panels that this thread most likely reads next.
+    void multiply(const Matrix &m, const uint8_t *record, int64_t row_group, const Activation *activations, int count,
+                  const uint32_t *next) {
         const auto floats = [&](int64_t at) { return at < 0 ? nullptr : reinterpret_cast<const float *>(record + at); };
         const float *bias = floats(m.bias);
-        kernels().panel[m.type_index]({reinterpret_cast<const uint32_t *>(record + m.panels + row_group * m.row_group),
-                                       m.columns, floats(m.scale), bias ? bias + row_group * kPanelRows : nullptr,
-                                       count, activations, rows});
+        kernels().panel[m.type_index]({panels_of(m, record, row_group), next, m.columns, floats(m.scale),
+                                       bias ? bias + row_group * kPanelRows : nullptr, count, activations, rows});
     }
 };
 
-// Calls body(group, row group, places of the slice, their number) for every row group of each group's expert, at most
-// kMostRows places at once.
+// Calls body(places of the slice, their number) for the places of a group, at most kMostRows at once.
 template <class Places, class Body>
-void each_tile(const Places &slice, const std::vector<Route::Group> &groups, int64_t row_groups, const Body &body) {
-    const int64_t base = slice.base();
-    parallel_for(static_cast<int64_t>(groups.size()) * row_groups, [&](int64_t item) {
-        const Route::Group &group = groups[static_cast<size_t>(item / row_groups)];
-        const int32_t *order = slice.order() + group.first;
-        for (int64_t done = 0; done < group.count; done += kMostRows) {
-            int64_t places[kMostRows];
-            const int count = static_cast<int>(std::min<int64_t>(kMostRows, group.count - done));
-            for (int i = 0; i < count; ++i) places[i] = order[done + i] - base;
-            body(group, item % row_groups, places, count);
-        }
-    });
+void each_tile(const Places &slice, const Route::Group &group, const Body &body) {
+    const int32_t *order = slice.order() + group.first;
+    for (int64_t done = 0; done < group.count; done += kMostRows) {
+        int64_t places[kMostRows];
+        const int count = static_cast<int>(std::min<int64_t>(kMostRows, group.count - done));
+        for (int i = 0; i < count; ++i) places[i] = order[done + i] - slice.base();
+        body(places, count);
+    }
 }
 
-// out (places of the slice, rows) of one matrix for the given experts. `of` gives the activation row of a place.
+int64_t rows_of(const Matrix &m, int64_t row_group) {
+    return std::min<int64_t>(kPanelRows, m.rows - row_group * kPanelRows);
+}
+
+// One row group of out (places of the slice, rows of a matrix) for the places of a group. `of` gives the activation row
+// of a place.
 template <class Places, class Of>
-void multiply(const Places &slice, const std::vector<Route::Group> &groups, const Matrix &m, const Of &of, float *out) {
-    each_tile(slice, groups, m.row_groups(),
-              [&](const Route::Group &group, int64_t r, const int64_t *places, int count) {
-                  Activation activations[kMostRows];
-                  for (int i = 0; i < count; ++i) activations[i] = of(places[i]);
-                  Tile tile;
-                  tile.multiply(m, group.record, r, activations, count);
-                  const int64_t row = r * kPanelRows, rows = std::min<int64_t>(kPanelRows, m.rows - row);
-                  for (int i = 0; i < count; ++i) std::copy_n(tile.rows[i], rows, out + places[i] * m.rows + row);
-              });
+void multiply(const Places &slice, const Route::Group &group, const Matrix &m, int64_t row_group, const Of &of,
+              float *out) {
+    each_tile(slice, group, [&](const int64_t *places, int count) {
+        Activation activations[kMostRows];
+        for (int i = 0; i < count; ++i) activations[i] = of(places[i]);
+        Tile tile;
+        tile.multiply(m, group.record, row_group, activations, count, panels_of(m, group.record, row_group + 1));
+        for (int i = 0; i < count; ++i)
+            std::copy_n(tile.rows[i], rows_of(m, row_group), out + places[i] * m.rows + row_group * kPanelRows);
+    });
 }
 
 // Sets the rows of all places that no group computes to +0.
@@ -147,36 +154,78 @@ void elementwise(int64_t count, const Body &body) {
                  [&](int64_t i) { body(i * kElements, std::min(kElements, count - i * kElements)); });
 }
 
+// So many counts, for threads to count down.
+class Countdowns {
+  public:
+    Countdowns(int64_t counts, int64_t from) : counts_(counts) {
+        for (int64_t i = 0; i < counts; ++i) new (counts_.get() + i) std::atomic<int32_t>(static_cast<int32_t>(from));
+    }
+    const std::atomic<int32_t> &operator[](int64_t i) const { return counts_.get()[i]; }
+    // Whether it was the last.
+    bool done(int64_t i) const { return counts_.get()[i].fetch_sub(1, std::memory_order_acq_rel) == 1; }
+
+  private:
+    const Scratch<std::atomic<int32_t>> counts_;
+};
+
 // gate, up, swiglu, down for the groups: out (places of the slice, rows of down). Rows of other places are not written.
-// per_row places share a row of the input.
-template <class Places, class Input>
+// per_row places share a row of the input. Of each column of out `finish(first, end)` is told once, when it is
+// complete.
+//
+// It is one call of all threads, in which they never wait for one another if they need not: memory is not to rest.
+// First come the items of gate and up, expert after expert, then those of down in the same order, which wait for their
+// own expert's hidden rows.
+template <class Places, class Input, class Finish>
 void chain(const Places &slice, const std::vector<Route::Group> &groups, const std::vector<Matrix> &matrices,
-           const Input &input, int64_t per_row, float *out) {
+           const Input &input, int64_t per_row, float *out, const Finish &finish) {
     const Matrix &gate = matrices[0], &up = matrices[1], &down = matrices[2];
-    // A row group of gate and up is a block of the hidden row, so one item takes both to a piece of down's activations.
+    const auto count = static_cast<int64_t>(groups.size());
+    const int64_t parts = (down.row_groups() + kPartRowGroups - 1) / kPartRowGroups;
     ActivationRows hidden(slice.places(), down.columns, !is_quantised(down), is_quantised(down));
-    each_tile(slice, groups, gate.row_groups(),
-              [&](const Route::Group &group, int64_t r, const int64_t *places, int count) {
-                  Activation activations[kMostRows];
-                  for (int i = 0; i < count; ++i) activations[i] = input[places[i] / per_row];
-                  Tile g, u;
-                  g.multiply(gate, group.record, r, activations, count);
-                  u.multiply(up, group.record, r, activations, count);
-                  kernels().swiglu(*g.rows, *u.rows, *g.rows, int64_t{count} * kPanelRows);
-                  const int64_t row = r * kPanelRows, rows = std::min<int64_t>(kPanelRows, gate.rows - row);
-                  for (int i = 0; i < count; ++i) hidden.put(places[i], row, rows, g.rows[i]);
-              });
-    multiply(slice, groups, down, [&](int64_t place) { return hidden[place]; }, out);
+    const Countdowns hidden_left(count, gate.row_groups()), part_left(parts, count);
+
+    // A row group of gate and up is a block of the hidden row, so one item takes both to a piece of down's activations.
+    const auto gate_up = [&](const Route::Group &group, int64_t r) {
+        each_tile(slice, group, [&](const int64_t *places, int tokens) {
+            Activation activations[kMostRows];
+            for (int i = 0; i < tokens; ++i) activations[i] = input[places[i] / per_row];
+            Tile g, u;
+            g.multiply(gate, group.record, r, activations, tokens, panels_of(up, group.record, r));
+            u.multiply(up, group.record, r, activations, tokens, panels_of(gate, group.record, r + 1));
+            kernels().swiglu(*g.rows, *u.rows, *g.rows, int64_t{tokens} * kPanelRows);
+            for (int i = 0; i < tokens; ++i) hidden.put(places[i], r * kPanelRows, rows_of(gate, r), g.rows[i]);
+        });
+    };
+    const auto down_part = [&](int64_t g, int64_t part) {
+        const int64_t begin = part * kPartRowGroups, end = std::min(begin + kPartRowGroups, down.row_groups());
+        if (!await_zero(hidden_left[g])) return;
+        for (int64_t r = begin; r < end; ++r)
+            multiply(slice, groups[static_cast<size_t>(g)], down, r, [&](int64_t place) { return hidden[place]; }, out);
+        if (part_left.done(part)) finish(begin * kPanelRows, std::min(end * kPanelRows, down.rows));
+    };
+    const int64_t first = count * gate.row_groups();  // of down
+    parallel_for(first + count * parts, first, [&](int64_t item) {
+        if (item < first) {
+            gate_up(groups[static_cast<size_t>(item / gate.row_groups())], item % gate.row_groups());
+            hidden_left.done(item / gate.row_groups());
+        } else {
+            down_part((item - first) / parts, (item - first) % parts);
+        }
+    });
 }
 
-void chain(const Slice &slice, const std::vector<Route::Group> &groups, const moepool_rows &x, float *out) {
+template <class Finish>
+void chain(const Slice &slice, const std::vector<Route::Group> &groups, const moepool_rows &x, float *out,
+           const Finish &finish) {
     const std::vector<Matrix> &matrices = slice.route.pool().layer().matrices();
     const bool quantised = is_quantised(matrices[0]), other = is_quantised(matrices[1]);
     const int64_t per_row = x.per_place ? 1 : slice.route.k();
     const ActivationRows input(x, slice.base() / per_row, slice.places() / per_row, matrices[0].columns,
                                !quantised || !other, quantised || other);
-    chain(slice, groups, matrices, input, per_row, out);
+    chain(slice, groups, matrices, input, per_row, out, finish);
 }
+
+constexpr auto nothing_more = [](int64_t, int64_t) {};
 
 // Calls body(slice, its groups) for slices of the route's tokens, so that no prompt is too long.
 template <class Body>
@@ -187,20 +236,20 @@ void each_slice(const Route &route, moepool_half half, const Body &body) {
     }
 }
 
-// rows and out begin at the slice, weights at the route.
-void combine_slice(const Slice &slice, int64_t columns, const float *rows, const void *weights,
-                   moepool_dtype weights_dtype, float *out) {
-    const int64_t k = slice.route.k();
-    parallel_for(slice.tokens(), [&](int64_t token) {
-        float *y = out + token * columns;
-        std::fill_n(y, columns, 0.0f);
-        for (int64_t place = token * k; place < (token + 1) * k; ++place)
-            if (slice.id(place) >= 0)
-                kernels().accumulate(widen(weights, weights_dtype, slice.first * k + place), rows + place * columns, y,
-                                     columns);
-        kernels().finish(y, columns);
-    });
-}
+// Router weights of a route's places, widened.
+class Weights {
+  public:
+    Weights(const Route &route, const void *data, moepool_dtype dtype)
+        : widened_(dtype == MOEPOOL_F32 ? 0 : route.places()) {
+        for (int64_t i = 0; widened_.get() && i < route.places(); ++i) widened_.get()[i] = widen(data, dtype, i);
+        weights_ = widened_.get() ? widened_.get() : static_cast<const float *>(data);
+    }
+    const float *get() const { return weights_; }
+
+  private:
+    const Scratch<float> widened_;
+    const float *weights_;
+};
 
 class CpuBackend : public Backend {
   public:
@@ -220,27 +269,44 @@ class CpuBackend : public Backend {
         const Slice slice{route, 0, route.tokens(), half};
         const std::vector<Route::Group> groups = slice.groups();
         clear_others(slice, groups, m.rows, out);
-        const int64_t per_row = x.per_place ? 1 : route.k();
+        const int64_t per_row = x.per_place ? 1 : route.k(), row_groups = m.row_groups();
         const ActivationRows rows(x, 0, slice.places() / per_row, m.columns, !is_quantised(m), is_quantised(m));
-        multiply(slice, groups, m, [&](int64_t place) { return rows[place / per_row]; }, out);
+        parallel_for(static_cast<int64_t>(groups.size()) * row_groups, [&](int64_t item) {
+            multiply(
+                slice, groups[static_cast<size_t>(item / row_groups)], m, item % row_groups,
+                [&](int64_t place) { return rows[place / per_row]; }, out);
+        });
     }
 
     void ffn(const Route &route, const moepool_rows &x, const void *weights, moepool_dtype weights_dtype, float *out,
              void *) const override {
         const Interruptible scope;
-        const int64_t columns = route.pool().layer().matrices()[2].rows;
-        const int64_t places = std::min(kSliceTokens, route.tokens()) * route.k();
-        const Scratch<float> rows(places * columns);
+        const int64_t columns = route.pool().layer().matrices()[2].rows, k = route.k();
+        const Scratch<float> rows(std::min(kSliceTokens, route.tokens()) * k * columns);
+        const Weights router(route, weights, weights_dtype);
         each_slice(route, MOEPOOL_ALL, [&](const Slice &slice, const auto &groups) {
-            chain(slice, groups, x, rows.get());
-            combine_slice(slice, columns, rows.get(), weights, weights_dtype, out + slice.first * columns);
+            if (groups.empty()) {
+                std::fill_n(out + slice.first * columns, slice.tokens() * columns, 0.0f);
+                return;
+            }
+            chain(slice, groups, x, rows.get(), [&](int64_t begin, int64_t end) {
+                for (int64_t token = slice.first; token < slice.last; ++token)
+                    kernels().combine(route.ids().data() + token * k, router.get() + token * k, k,
+                                      rows.get() + (token - slice.first) * k * columns + begin, columns,
+                                      out + token * columns + begin, end - begin);
+            });
         });
     }
 
     void combine(const Route &route, int64_t columns, const float *rows, const void *weights,
                  moepool_dtype weights_dtype, float *out, void *) const override {
         const Interruptible scope;
-        combine_slice({route, 0, route.tokens(), MOEPOOL_ALL}, columns, rows, weights, weights_dtype, out);
+        const Weights router(route, weights, weights_dtype);
+        parallel_for(route.tokens(), [&](int64_t token) {
+            const int64_t place = token * route.k();
+            kernels().combine(route.ids().data() + place, router.get() + place, route.k(), rows + place * columns,
+                              columns, out + token * columns, columns);
+        });
     }
 
     void swiglu(int64_t count, const float *gate, const float *up, float *out, void *) const override {
@@ -264,7 +330,7 @@ void cpu_cold_chain(const Route &route, const moepool_rows &x, float *out) {
     each_slice(route, MOEPOOL_COLD, [&](const Slice &slice, const auto &groups) {
         float *rows = out + slice.first * route.k() * columns;
         clear_others(slice, groups, columns, rows);
-        chain(slice, groups, x, rows);
+        chain(slice, groups, x, rows, nothing_more);
     });
 }
 
@@ -312,7 +378,8 @@ void cpu_answer(const Layer &layer, const doorbell::Work &work) {
     }
     const RequestedRows input(work.input, (places + work.per_row - 1) / work.per_row, layer.matrices()[0],
                               layer.matrices()[1]);
-    chain(Requested{order, places}, groups, layer.matrices(), input, work.per_row, work.rows);
+    const std::vector<Matrix> &matrices = layer.matrices();
+    chain(Requested{order, places}, groups, matrices, input, work.per_row, work.rows, nothing_more);
 }
 
 }  // namespace moepool

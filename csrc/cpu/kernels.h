@@ -29,6 +29,7 @@ constexpr int kMostRows = 32;  // activation rows of one PanelJob
 // One row group of one matrix, times some activation rows.
 struct PanelJob {
     const uint32_t *panels;
+    const uint32_t *next;  // where panels will most likely be read after these: a hint
     int64_t columns;
     const float *scale;  // of the expert, or NULL
     const float *bias;   // kPanelRows of them, or NULL
@@ -45,9 +46,9 @@ struct KernelSet {
     void (*quantise)(const float *x, int64_t first, int64_t count, ActivationChunk *row);
     void (*swiglu)(const float *gate, const float *up, float *out, int64_t count);
     void (*add)(const float *a, const float *b, float *out, int64_t count);
-    // y = fma(weight, row, y), and the last step of section 5.
-    void (*accumulate)(float weight, const float *row, float *y, int64_t count);
-    void (*finish)(float *y, int64_t count);
+    // y: `columns` of the sum over a token's k places. rows: those of its first place, `stride` before the next one's.
+    void (*combine)(const int32_t *ids, const float *weights, int64_t k, const float *rows, int64_t stride, float *y,
+                    int64_t columns);
 };
 
 // In rising order of preference.

@@ -1,15 +1,12 @@
-// AMX int8 for many activations an expert; for few of them, and for all else, the kernels of AVX-512 with VNNI.
+// AMX int8 for many activations an expert; for few of them, and for all else, the kernels of AVX-512 with VNNI. That is
+// also quicker where a block has two sums, of 16 columns each: tiles of a quarter of their depth.
 //
 // A word plane of a panel is a row of tdpbssd's second operand as it stands: four columns of each of sixteen rows. So
 // the first operand is up to sixteen activations by the 32 columns of a block, the second the block's codes of sixteen
 // rows, and the product their exact int32 sums, which then go through the same floats as in every other set. Columns of
 // two blocks can not share a product, for each block has its own scales: tiles are half as deep as they could be.
 //
-// What it should give, for one block of 32 columns of the 32 rows and one activation, with two vector ports: VNNI takes
-// 16 vpdpbusd and about 8 to 10 float instructions, 12 to 13 cycles. Here are left the float instructions, 4 to 5
-// cycles, and beside them, in another unit, two tile products of sixteen cycles for sixteen activations. What a block
-// costs whatever their number (codes to memory and back into tiles, some 25 cycles) is saved again with about four.
-// Expected: even at 4 to 6 activations, 1.5 to 2.5 times as fast at 16 and more.
+// With 8 activations it is not yet as fast as VNNI, with 16 it is 1.2 times as fast (bench/README.md).
 #if defined(__x86_64__)
 
 // gcc 12 warns of its own intrinsics, which leave a register undefined on purpose.
@@ -22,7 +19,7 @@
 #include "cpu/kernels_impl.h"
 
 #ifndef MOEPOOL_AMX_FEWEST
-#define MOEPOOL_AMX_FEWEST 8
+#define MOEPOOL_AMX_FEWEST 10
 #endif
 
 namespace moepool {
@@ -30,6 +27,11 @@ namespace moepool {
 namespace {
 
 #include "cpu/lanes16.h"
+
+// All processors with AMX are Intel's, which reach a tenth more of the memory's rate where they are told.
+struct Lanes : Avx512 {
+    static constexpr bool kReadsPages = false;
+};
 
 constexpr int kTileRows = 16;
 
@@ -128,13 +130,9 @@ thread_local EmulatedTiles::Tile EmulatedTiles::tiles[8];
 // those of sixteen rows each, 4 to 7 the products of the former with the latter.
 template <class T, class Tiles>
 void multiply_tiles(const PanelJob &job) {
-    using L = Avx512;
-    using W = L::W;
+    using L = Lanes;
     using F = L::F;
     constexpr Form kForm = Decode<T>::kForm;
-    constexpr bool kSub = kForm == Form::kSubScale || kForm == Form::kAffineSub;
-    constexpr int kParts = kSub ? 2 : 1;              // sums a block
-    constexpr int kColumns = kBlockColumns / kParts;  // of each
     constexpr int kSide = kPanelRows / L::kLanes;
     constexpr int kPanelWords = T::info.panel_words(kChunkColumns) * kPanelRows;
     static_assert(kSide == 2 && L::kLanes == kTileRows && kMostRows <= 2 * kTileRows);
@@ -142,10 +140,10 @@ void multiply_tiles(const PanelJob &job) {
     const int count = job.count, first = count < kTileRows ? count : kTileRows;
     TileConfig config{};
     config.palette = 1;
-    config.set(0, first, kColumns);
-    if (count > first) config.set(1, count - first, kColumns);
+    config.set(0, first, kBlockColumns);
+    if (count > first) config.set(1, count - first, kBlockColumns);
     for (int i = 0; i < kSide; ++i) {
-        config.set(2 + i, kColumns / 4, 4 * kTileRows);
+        config.set(2 + i, kBlockColumns / 4, 4 * kTileRows);
         config.set(4 + i, first, 4 * kTileRows);
         if (count > first) config.set(6 + i, count - first, 4 * kTileRows);
     }
@@ -154,7 +152,7 @@ void multiply_tiles(const PanelJob &job) {
     // Codes and sums of two blocks: one is multiplied while the other goes through the floats.
     struct alignas(64) Block {
         uint32_t codes[kSide][8][kTileRows];
-        int32_t sums[kParts][kMostRows][kPanelRows];
+        int32_t sums[kMostRows][kPanelRows];
     };
     Block ring[2];
     alignas(64) int8_t q[kMostRows][kChunkColumns];
@@ -166,7 +164,7 @@ void multiply_tiles(const PanelJob &job) {
         const int64_t left = job.columns - chunk * kChunkColumns;
         const int width =
             T::info.block < kChunkColumns && left < kChunkColumns ? static_cast<int>(left) : kChunkColumns;
-        const Prefetch<T, kChunkBlocks> prefetch(words, count);
+        const Prefetch<T, L, kChunkBlocks> prefetch(job, words, chunk * kChunkColumns);
         for (int t = 0; t < count; ++t) __builtin_memcpy(q[t], job.rows[t].chunks[chunk].q, kChunkColumns);
         F sum[kMostRows][kSide];
         for (int t = 0; t < count; ++t)
@@ -183,23 +181,20 @@ void multiply_tiles(const PanelJob &job) {
                 for (int i = 0; i < kSide; ++i)
                     L::store_codes(block.codes[i][j], L::less<Decode<T>::kOffset>(Decode<T>::codes(panel(i), b, j)));
             }
-#pragma GCC unroll 2
-            for (int part = 0; part < kParts; ++part) {
-                const int8_t *columns = q[0] + b * kBlockColumns + part * kColumns;
-                Tiles::template load<2>(block.codes[0][part * kColumns / 4], 4 * kTileRows);
-                Tiles::template load<3>(block.codes[1][part * kColumns / 4], 4 * kTileRows);
-                Tiles::template load<0>(columns, kChunkColumns);
-                Tiles::template product<4, 0, 2>();
-                Tiles::template product<5, 0, 3>();
-                Tiles::template store<4>(block.sums[part][0], sizeof block.sums[part][0]);
-                Tiles::template store<5>(block.sums[part][0] + kTileRows, sizeof block.sums[part][0]);
-                if (count == first) continue;
-                Tiles::template load<1>(columns + kTileRows * kChunkColumns, kChunkColumns);
-                Tiles::template product<6, 1, 2>();
-                Tiles::template product<7, 1, 3>();
-                Tiles::template store<6>(block.sums[part][kTileRows], sizeof block.sums[part][0]);
-                Tiles::template store<7>(block.sums[part][kTileRows] + kTileRows, sizeof block.sums[part][0]);
-            }
+            const int8_t *columns = q[0] + b * kBlockColumns;
+            Tiles::template load<2>(block.codes[0], 4 * kTileRows);
+            Tiles::template load<3>(block.codes[1], 4 * kTileRows);
+            Tiles::template load<0>(columns, kChunkColumns);
+            Tiles::template product<4, 0, 2>();
+            Tiles::template product<5, 0, 3>();
+            Tiles::template store<4>(block.sums[0], sizeof block.sums[0]);
+            Tiles::template store<5>(block.sums[0] + kTileRows, sizeof block.sums[0]);
+            if (count == first) return;
+            Tiles::template load<1>(columns + kTileRows * kChunkColumns, kChunkColumns);
+            Tiles::template product<6, 1, 2>();
+            Tiles::template product<7, 1, 3>();
+            Tiles::template store<6>(block.sums[kTileRows], sizeof block.sums[0]);
+            Tiles::template store<7>(block.sums[kTileRows] + kTileRows, sizeof block.sums[0]);
         };
         const auto add = [&](int b) __attribute__((always_inline)) {
             const Block &block = ring[b & 1];
@@ -210,12 +205,8 @@ void multiply_tiles(const PanelJob &job) {
                 const ActivationChunk &a = job.rows[t].chunks[chunk];
 #pragma GCC unroll 2
                 for (int i = 0; i < kSide; ++i) {
-                    const auto part = [&](int p) {
-                        return L::load(reinterpret_cast<const uint32_t *>(block.sums[p][t]) + i * L::kLanes);
-                    };
-                    W whole = part(0);
-                    if constexpr (kSub) whole = s[i].s0 * whole + s[i].s1 * part(1);
-                    sum[t][i] = add_block<kForm, L>(s[i], whole, a, b, sum[t][i]);
+                    const auto *whole = reinterpret_cast<const uint32_t *>(block.sums[t]) + i * L::kLanes;
+                    sum[t][i] = add_block<kForm, L>(s[i], L::load(whole), a, b, sum[t][i]);
                 }
             }
         };
@@ -243,19 +234,20 @@ void multiply_tiles(const PanelJob &job) {
 
 template <class T, class Tiles>
 void tile_panel(const PanelJob &job) {
-    if constexpr (Decode<T>::kForm != Form::kFloat) {
+    constexpr Form kForm = Decode<T>::kForm;
+    if constexpr (kForm == Form::kScale || kForm == Form::kAffine) {
         if (job.count >= Tiles::kFewest) {
             multiply_tiles<T, Tiles>(job);
-            finish_rows<Avx512>(job);
+            finish_rows<Lanes>(job);
             return;
         }
     }
-    panel<T, Avx512>(job);
+    panel<T, Lanes>(job);
 }
 
 template <class Tiles>
 constexpr KernelSet make_tile_set(const char *name, const char *(*lacks)()) {
-    KernelSet set = make_kernel_set<Avx512>(name, lacks);
+    KernelSet set = make_kernel_set<Lanes>(name, lacks);
 #define X(T) set.panel[k##T] = tile_panel<T, Tiles>;
     MOEPOOL_QUANT_TYPES(X)
 #undef X

@@ -8,6 +8,7 @@
 //   splat(x)            an int32 in all lanes
 //   kSide               vectors of rows that its registers hold the codes of a block for: what is loaded of an
 //                       activation then serves them all. kFloatSide: the same for the float types, for one column
+//   kReadsPages         whether its processors read pages ahead by themselves as fast as memory gives them
 //   zero(most)          the code that dot takes for zero, if codes go up to `most`
 //   dot<kMost, from, n>(a, u, q)   adds to each a[i], i < kSide, the sum over the words u[i][from], ... (n of them) of
 //                       each of their bytes (up to kMost) less zero(kMost), times the q of its column, -127 .. 127
@@ -34,28 +35,32 @@ void finish_rows(const PanelJob &job) {
 }
 
 // Panels are read one after another, but the words of one not quite in their order, which spoils the processor's own
-// prefetching. So every step of a panel asks for the next few lines of the panel after the next. What the processor
-// does better is a last segment of pages, read for few activations: then only what lies before that segment is asked
-// for.
-template <class T, int kSteps>
+// prefetching. So every step of a panel asks for the next few lines of the panel after the next, of job.next behind the
+// last ones. What some processors do better (L::kReadsPages) is a last segment of pages, read for few activations: then
+// only what lies before that segment is asked for.
+template <class T, class L, int kSteps>
 struct Prefetch {
     static constexpr int kLineWords = 16;
     static constexpr int kWords = T::info.panel_words(kChunkColumns) * kPanelRows;
     static constexpr int kFirst = T::info.word(1, kChunkColumns / T::info.block) * kPanelRows;
-    static constexpr bool kPages = kSteps == kChunkBlocks && (kWords - kFirst) * 4 >= 8192;
+    static constexpr bool kPages = L::kReadsPages && kSteps == kChunkBlocks && (kWords - kFirst) * 4 >= 8192;
     static constexpr int kLines = (kWords / kLineWords + kSteps - 1) / kSteps;
-    const uint32_t *panel;
+    const uint32_t *second;  // the panel after the next
     const bool ahead;
 
-    MOEPOOL_INLINE Prefetch(const uint32_t *panel, int activations) : panel(panel), ahead(!kPages || activations > 3) {
-        if (!ahead)
+    MOEPOOL_INLINE Prefetch(const PanelJob &job, const uint32_t *panel, int64_t column)
+        : second(panel + 2 * kWords), ahead(!kPages || job.count > 3) {
+        if (!ahead) {
             for (int word = 0; word < kFirst; word += kLineWords) __builtin_prefetch(panel + word);
+        } else if (column + 2 * kChunkColumns >= job.columns) {
+            second = column + kChunkColumns >= job.columns ? job.next + kWords : job.next;
+        }
     }
     // Part 0 .. 7 of a step. The compiler moves no load from one step to another, which would bunch them; within one
     // it may, so that what several parts need is loaded and decoded once.
     MOEPOOL_INLINE void operator()(int step, int part) const {
         if (!kPages || ahead) {
-            const uint32_t *line = panel + 2 * kWords + step * kLines * kLineWords;
+            const uint32_t *line = second + step * kLines * kLineWords;
 #pragma GCC unroll 4
             for (int i = kLines * part / 8; i < kLines * (part + 1) / 8; ++i)
                 __builtin_prefetch(line + i * kLineWords, 0, 2);
@@ -100,7 +105,7 @@ void multiply_blocks(const PanelJob &job) {
         const int64_t left = job.columns - chunk * kChunkColumns;
         const int width =
             T::info.block < kChunkColumns && left < kChunkColumns ? static_cast<int>(left) : kChunkColumns;
-        const Prefetch<T, kGroups * kChunkBlocks> prefetch(words, job.count);
+        const Prefetch<T, L, kGroups * kChunkBlocks> prefetch(job, words, chunk * kChunkColumns);
         // What the sums of a block begin with: it takes the offset back.
         int32_t start[kMostRows][2][kChunkBlocks];
         for (int t = 0; t < job.count; ++t) {
@@ -251,14 +256,24 @@ void add(const float *a, const float *b, float *out, int64_t count) {
     for (int64_t i = 0; i < count; ++i) out[i] = num::canonical(num::mp_add(a[i], b[i]));
 }
 
+// numerics.md section 5.
 template <class L>
-void accumulate(float weight, const float *row, float *y, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) y[i] = num::mp_fma(weight, row[i], y[i]);
-}
-
-template <class L>
-void finish(float *y, int64_t count) {
-    for (int64_t i = 0; i < count; ++i) y[i] = num::finish(y[i]);
+void combine(const int32_t *ids, const float *weights, int64_t k, const float *rows, int64_t stride, float *y,
+             int64_t columns) {
+    const auto lanes = [](const float *f) { return L::as_float(L::load(reinterpret_cast<const uint32_t *>(f))); };
+    int64_t column = 0;
+    for (; column + L::kLanes <= columns; column += L::kLanes) {
+        typename L::F sum = {};
+        for (int64_t j = 0; j < k; ++j)
+            if (ids[j] >= 0) sum = L::fma(L::broadcast(weights[j]), lanes(rows + j * stride + column), sum);
+        L::store(y + column, sum);
+    }
+    for (; column < columns; ++column) {
+        y[column] = 0.0f;
+        for (int64_t j = 0; j < k; ++j)
+            if (ids[j] >= 0) y[column] = num::mp_fma(weights[j], rows[j * stride + column], y[column]);
+    }
+    for (column = 0; column < columns; ++column) y[column] = num::finish(y[column]);
 }
 
 template <class L>
@@ -273,8 +288,7 @@ constexpr KernelSet make_kernel_set(const char *name, const char *(*lacks)()) {
             quantise<L>,
             swiglu<L>,
             add<L>,
-            accumulate<L>,
-            finish<L>};
+            combine<L>};
 }
 
 }  // namespace moepool

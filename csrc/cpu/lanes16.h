@@ -5,6 +5,7 @@ struct Avx512 {
     typedef uint32_t W __attribute__((vector_size(64)));
     typedef float F __attribute__((vector_size(64)));
     static constexpr int kLanes = 16, kSide = 2, kFloatSide = 2;
+    static constexpr bool kReadsPages = true;
 
     static W load(const uint32_t *p) { return (W)_mm512_loadu_si512(p); }
     static void store(float *p, F f) { _mm512_storeu_ps(p, (__m512)f); }

@@ -210,18 +210,57 @@ bool spin(Come come) {
     return false;
 }
 
+// How the items of a call are handed out: by lots, which are numbered. A round is a lot for each thread, together half
+// of what was left before; the last one is of single items. Two lists of items follow one another.
+class Lots {
+  public:
+    void divide(int64_t count, int64_t second, int64_t threads) {
+        rounds_ = lots_ = 0;
+        count_ = count;
+        add(0, second, threads);
+        add(second, count, threads);
+    }
+    int64_t count() const { return lots_; }
+    int64_t begin(int64_t lot) const {
+        if (lot >= lots_) return count_;
+        int i = rounds_ - 1;
+        while (round_[i].lot > lot) --i;
+        return round_[i].begin + (lot - round_[i].lot) * round_[i].size;
+    }
+
+  private:
+    struct Round {
+        int64_t lot, begin, size;  // the first lot and its first item; items of each lot
+    };
+
+    void add(int64_t begin, int64_t end, int64_t threads) {
+        while (begin < end) {
+            const int64_t size = std::max<int64_t>(1, (end - begin) / (2 * threads));
+            const int64_t lots = size > 1 ? threads : end - begin;
+            round_[rounds_++] = {lots_, begin, size};
+            lots_ += lots;
+            begin += lots * size;
+        }
+    }
+
+    int rounds_ = 0;
+    int64_t lots_ = 0, count_ = 0;
+    Round round_[2 * 64];  // each halves what is left
+};
+
 // One call of parallel_for. The caller waits for items, not for threads: who comes late finds nothing left and touches
-// nothing else. So `body` and what follows are written while nothing is left, and read only with an item claimed; a
-// claim made after a look at an earlier call of the same place is as good as any other.
+// nothing else. So `body` and what follows are written while nothing is left, and read only with a lot claimed; a claim
+// made after a look at an earlier call of the same place is as good as any other. Claims are plain subtractions:
+// sixteen threads that begin together would disturb one another's comparisons for long.
 struct alignas(64) Job {
     std::mutex taken;
     void (*body)(void *, int64_t);
     void *context;
-    int64_t count;
+    Lots lots;
     std::atomic<bool> sleeping{false};           // the caller, until all is done
-    std::atomic<bool> stopped{false};            // items are still claimed and counted, but not done
-    alignas(64) std::atomic<int64_t> left{0};    // items that nobody has claimed
-    alignas(64) std::atomic<int64_t> undone{0};  // items that are not done
+    std::atomic<bool> stopped{false};            // lots are still claimed and counted, but not done
+    alignas(64) std::atomic<int64_t> left{0};    // lots that nobody has claimed; below 0: somebody found none
+    alignas(64) std::atomic<int64_t> undone{0};  // lots that are not done
 };
 
 class Workers {
@@ -239,17 +278,17 @@ class Workers {
     int threads() const { return threads_; }
 
     enum Outcome { kDone, kStopped, kBusy };  // busy: too many others are calling
-    Outcome run(int64_t count, void (*body)(void *, int64_t), void *context) {
+    Outcome run(int64_t count, int64_t second, void (*body)(void *, int64_t), void *context) {
         for (Job &job : jobs_) {
             const std::unique_lock<std::mutex> lock(job.taken, std::try_to_lock);
             if (!lock) continue;
             job.body = body;
             job.context = context;
-            job.count = count;
+            job.lots.divide(count, second, threads_);
             job.stopped.store(false, std::memory_order_relaxed);
-            job.undone.store(count, std::memory_order_relaxed);
-            job.left.store(count);
-            wake(count - 1);
+            job.undone.store(job.lots.count(), std::memory_order_relaxed);
+            job.left.store(job.lots.count());
+            wake(job.lots.count() - 1);
             take_items(job, interrupt.asks());
             wait(job);
             return job.stopped.load() ? kStopped : kDone;
@@ -257,7 +296,8 @@ class Workers {
         return kBusy;
     }
 
-    static thread_local bool inside;  // a body is running on this thread
+    static thread_local bool inside;                 // a body is running on this thread
+    static thread_local std::atomic<bool> *stopped;  // of the call whose items it has taken
 
   private:
     // False: the system starts no more, and nobody asked for more.
@@ -289,25 +329,23 @@ class Workers {
 
     // True if there was any. The caller asks whether to stop.
     bool take_items(Job &job, bool asks) {
-        bool any = false;
-        for (int64_t left = job.left.load(std::memory_order_relaxed); left > 0;) {
-            const int64_t items = std::max<int64_t>(1, left / (int64_t{2} * threads_));
-            if (!job.left.compare_exchange_weak(left, left - items, std::memory_order_acquire,
-                                                std::memory_order_relaxed))
-                continue;
-            any = true;
-            for (int64_t i = job.count - left; i < job.count - left + items; ++i) {
-                if (job.stopped.load(std::memory_order_relaxed)) break;
+        int64_t done = 0;
+        stopped = &job.stopped;
+        while (job.left.load(std::memory_order_relaxed) > 0) {
+            const int64_t left = job.left.fetch_sub(1, std::memory_order_acquire);
+            if (left <= 0) break;
+            const int64_t lot = job.lots.count() - left, end = job.lots.begin(lot + 1);
+            for (int64_t i = job.lots.begin(lot); i < end && !job.stopped.load(std::memory_order_relaxed); ++i) {
                 job.body(job.context, i);
                 if (asks && interrupt.due()) job.stopped.store(true);
             }
-            if (job.undone.fetch_sub(items) == items && job.sleeping.load()) {
-                const std::lock_guard<std::mutex> lock(mutex_);
-                done_.notify_all();
-            }
-            left = job.left.load(std::memory_order_relaxed);
+            ++done;
         }
-        return any;
+        if (done && job.undone.fetch_sub(done) == done && job.sleeping.load()) {
+            const std::lock_guard<std::mutex> lock(mutex_);
+            done_.notify_all();
+        }
+        return done > 0;
     }
 
     void wait(Job &job) {
@@ -373,6 +411,7 @@ class Workers {
 };
 
 thread_local bool Workers::inside = false;
+thread_local std::atomic<bool> *Workers::stopped = nullptr;
 
 std::mutex workers_mutex;
 std::shared_ptr<Workers> *workers = nullptr;  // never freed: threads may still compute while the process exits
@@ -402,12 +441,12 @@ void use_crew(const Crew &wanted) {
 
 }  // namespace
 
-void parallel_for(int64_t count, void (*body)(void *, int64_t), void *context) {
+void parallel_for(int64_t count, int64_t second, void (*body)(void *, int64_t), void *context) {
     if (count > 1 && !Workers::inside) {
         const std::shared_ptr<Workers> crew = current_workers();
         const FloatEnvironment environment;
         Workers::inside = true;
-        const Workers::Outcome outcome = crew->run(count, body, context);
+        const Workers::Outcome outcome = crew->run(count, second, body, context);
         Workers::inside = false;
         if (outcome == Workers::kStopped) fail_interrupted();
         if (outcome == Workers::kDone) return;
@@ -418,6 +457,16 @@ void parallel_for(int64_t count, void (*body)(void *, int64_t), void *context) {
         body(context, i);
         if (asks && interrupt.due()) fail_interrupted();
     }
+}
+
+bool await_zero(const std::atomic<int32_t> &count) {
+    const auto zero = [&] { return count.load(std::memory_order_acquire) == 0; };
+    if (zero()) return true;
+    while (!spin([&] { return zero() || Workers::stopped->load(std::memory_order_relaxed); })) {
+        if (interrupt.due()) Workers::stopped->store(true);
+        std::this_thread::yield();  // whoever works at it may have lost its CPU to this thread
+    }
+    return zero();
 }
 
 Interruptible::Interruptible() {

@@ -1,22 +1,33 @@
 // The persistent worker threads of the process.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
+#include <utility>
 
 #include "moepool.h"
 
 namespace moepool {
 
 // Calls body(context, i) once for each i in [0, count), on the caller and on those workers that come in time, and
-// returns when all are done. Items are handed out in rising order, a few at a time. The body must not throw. Calls from
-// several threads share the workers; a call from within a body runs on its own thread. Each thread computes with
-// subnormals kept and round to nearest, whatever its caller had set.
-void parallel_for(int64_t count, void (*body)(void *, int64_t), void *context);
+// returns when all are done. Items are handed out in rising order, many at first, then fewer and fewer, so that all
+// threads end together. Items from `second` on may be longer or shorter than those before: they are divided for
+// themselves. The body must not throw. Calls from several threads share the workers; a call from within a body runs on
+// its own thread. Each thread computes with subnormals kept and round to nearest, whatever its caller had set.
+void parallel_for(int64_t count, int64_t second, void (*body)(void *, int64_t), void *context);
 
 template <class Body>
-void parallel_for(int64_t count, Body &&body) {
-    parallel_for(count, [](void *context, int64_t i) { (*static_cast<Body *>(context))(i); }, &body);
+void parallel_for(int64_t count, int64_t second, Body &&body) {
+    parallel_for(count, second, [](void *context, int64_t i) { (*static_cast<Body *>(context))(i); }, &body);
 }
+template <class Body>
+void parallel_for(int64_t count, Body &&body) {
+    parallel_for(count, count, std::forward<Body>(body));
+}
+
+// For a body that needs what earlier items of its call make: these are in somebody's hands, for items are handed out in
+// rising order. Waits until they have counted down to 0; false: the call is stopped, and they may never do.
+bool await_zero(const std::atomic<int32_t> &count);
 
 // While one lives, parallel_for on its thread may ask what set_interrupt was given, and then fails with
 // MOEPOOL_ERROR_INTERRUPTED: what is not begun is left undone. Only where no lock is held, for what is asked may run

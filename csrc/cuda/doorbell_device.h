@@ -169,7 +169,7 @@ __device__ __noinline__ void post(const Step &step, const Outlook &outlook, int6
     __shared__ uint32_t tokens_asked[kMostDecodePlaces / 32];  // bits, by activation row
     const int thread = blockDim.x * threadIdx.y + threadIdx.x, threads = blockDim.x * blockDim.y, lane = thread % 32;
     const int places = step.tokens * step.k, warp = thread / 32, warps = threads / 32;
-    const int64_t rows = (places + step.x_per_row - 1) / step.x_per_row;
+    const unsigned rows = static_cast<unsigned>((places + step.x_per_row - 1) / step.x_per_row);
     const bool ring = !outlook.seen.poisoned;
     const bool single = rows == 1;  // it is asked for in any case
     for (int i = thread; i < kMostDecodePlaces / 32; i += threads) tokens_asked[i] = 0;
@@ -191,35 +191,42 @@ __device__ __noinline__ void post(const Step &step, const Outlook &outlook, int6
     }
     if (!single) __syncthreads();
     if (ring) {
-        const auto is_asked = [&](int64_t row) { return single || tokens_asked[row / 32] >> row % 32 & 1; };
-        const int64_t pieces = (columns + kPieceColumns - 1) / kPieceColumns, chunks = (pieces + 1) / 2;
+        const auto is_asked = [&](unsigned row) { return single || tokens_asked[row / 32] >> row % 32 & 1; };
+        // In 32 bits: the device divides slowly.
+        const auto pieces = static_cast<unsigned>((columns + kPieceColumns - 1) / kPieceColumns);
+        const unsigned chunks = (pieces + 1) / 2, units = rows * pieces;
         if (quantised) {
             auto *input = reinterpret_cast<ActivationChunk *>(bell.input);
             constexpr int kFlight = 2;  // pieces whose floats are loaded at once
-            for (int64_t unit = warp; unit < rows * pieces; unit += kFlight * warps) {
+            for (unsigned first = warp; first < units; first += kFlight * warps) {
                 float value[kFlight][4];
+                unsigned row[kFlight], piece[kFlight];
+                bool wanted[kFlight];
 #pragma unroll
                 for (int j = 0; j < kFlight; ++j) {
-                    const int64_t at = unit + j * warps, row = at / pieces;
-                    const int64_t column = at % pieces * kPieceColumns + 4 * lane;
-                    const bool wanted = at < rows * pieces && column < columns && is_asked(row);
+                    const unsigned unit = first + j * warps;
+                    row[j] = single ? 0 : unit / pieces;
+                    piece[j] = unit - row[j] * pieces;
+                    wanted[j] = unit < units && is_asked(row[j]);
+                    const int64_t column = int64_t{piece[j]} * kPieceColumns + 4 * lane;
 #pragma unroll
                     for (int i = 0; i < 4; ++i)
-                        value[j][i] = wanted ? widen(step.x, step.x_dtype, row * columns + column + i) : 0.0f;
+                        value[j][i] = wanted[j] && column < columns
+                                          ? widen(step.x, step.x_dtype, row[j] * columns + column + i)
+                                          : 0.0f;
                 }
 #pragma unroll
-                for (int j = 0; j < kFlight; ++j) {
-                    const int64_t at = unit + j * warps, row = at / pieces;
-                    if (at < rows * pieces && is_asked(row))
-                        store_piece(quantise_four(value[j]), lane, at % pieces, columns, input + row * chunks);
-                }
+                for (int j = 0; j < kFlight; ++j)
+                    if (wanted[j])
+                        store_piece(quantise_four(value[j]), lane, piece[j], columns, input + row[j] * chunks);
             }
         }
         if (floats) {
             auto *input = reinterpret_cast<float *>(
-                bell.input + (quantised ? rows * chunks * static_cast<int64_t>(sizeof(ActivationChunk)) : 0));
-            for (int64_t i = thread; i < rows * columns; i += threads)
-                if (is_asked(i / columns)) input[i] = widen(step.x, step.x_dtype, i);
+                bell.input + (quantised ? int64_t{rows} * chunks * static_cast<int64_t>(sizeof(ActivationChunk)) : 0));
+            for (unsigned row = 0; row < rows; ++row)
+                for (int64_t i = row * columns + thread; i < (row + 1) * columns && is_asked(row); i += threads)
+                    input[i] = widen(step.x, step.x_dtype, i);
         }
     }
     __syncthreads();

@@ -43,7 +43,7 @@ struct StepTables {
     int32_t *order;  // places by tile
     DecodeTile *tiles;
     int32_t *tile_count;
-    Commit *commits;
+    Commit *commits;  // with their count, not before resolve's kernel has ended
     int32_t *commit_count;
     uint32_t *sequence;         // steps that have ended, but for those of a single token
     unsigned long long *ended;  // these, in units of 2^32; below, blocks of down that have ended in this one

@@ -214,7 +214,6 @@ Server &running() {
     auto made = std::make_unique<Server>();
     if (server)
         for (const auto &channel : server->channels()) made->add(channel);
-    for (const Boards::One &one : process->boards.all) break_silence(&one.board->silence);
     made->start();
     static const int registered = std::atexit(stop_at_exit);
     (void)registered;

@@ -9,8 +9,8 @@
 //
 // and shares one word with the others:
 //
-//   silence   the device sets it when a request has run out of time; the CPU clears it when it takes one up, and when a
-//             channel or the thread that answers is new
+//   silence   the device sets it when a request has run out of time; the CPU clears it when it takes one up, and for a
+//             new channel
 //
 //   buffer    int32 experts[places]     of each place the expert that the CPU is to compute, or -1       device -> CPU
 //             input[input_bytes]        the activation rows of the request                               device -> CPU

@@ -36,6 +36,7 @@ TRACE_DECODE: int = lib.MOEPOOL_TRACE_DECODE
 TRACE_PREFETCH: int = lib.MOEPOOL_TRACE_PREFETCH
 HALVES = {"all": lib.MOEPOOL_ALL, "hot": lib.MOEPOOL_HOT, "cold": lib.MOEPOOL_COLD}
 CPU: int = lib.MOEPOOL_CPU
+_FLOATS = ffi.typeof("float[]")
 
 
 def _text(pointer: Any) -> str:
@@ -477,6 +478,32 @@ def pool_ffn(
             weights_dtype,
             _floats(out),
             _address(stream),
+        )
+    )
+
+
+def pool_ffn_packed(
+    pool: PoolHandle,
+    ids: npt.NDArray[Any],
+    phase: int,
+    x: npt.NDArray[np.float32],
+    weights: npt.NDArray[np.float32],
+    out: npt.NDArray[np.float32],
+) -> None:
+    """The same of packed arrays in host memory, ids of int32 or int64, in a fraction of the time: the structs
+    lie on the C stack."""
+    (tokens, k), size = ids.shape, ids.itemsize
+    buffer = ffi.from_buffer
+    check(
+        lib.moepool_pool_ffn(
+            pool.pointer,
+            [(buffer(ids), 8 * size, CPU, tokens, k, k * size, size)],
+            phase,
+            [(buffer(x), lib.MOEPOOL_F32, 0)],
+            buffer(weights),
+            lib.MOEPOOL_F32,
+            buffer(_FLOATS, out),
+            ffi.NULL,
         )
     )
 

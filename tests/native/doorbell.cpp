@@ -247,7 +247,7 @@ void killed() {
     for (uint32_t i = 0; i < 20; ++i) step(beside, buffer, i);
 }
 
-// A silence that all channels share: broken when the server takes up a request, by a new server, by a new channel.
+// A silence that all channels share: broken when a server takes up a request, the next one too, and by a new channel.
 void silence() {
     const auto pause = [] { std::this_thread::sleep_for(milliseconds(50)); };
     Device device, beside;
