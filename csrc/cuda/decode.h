@@ -10,7 +10,7 @@
 //
 // Else there are but two kernels of a single token. Hits need only a look-up, which gate/up and down do themselves;
 // resolve is a block of gate/up that runs beside the others, and x is quantised where it is used. Down begins when
-// every block of gate/up runs, asks for its weights, and waits for a count of those that are done.
+// every block of gate/up runs, asks for its weights, and takes each hidden row when it is there (handover.h).
 //
 // A tile's record is read where it lies: in a slot, or in page-locked host memory over the link. If the step admits the
 // expert, the blocks that read its panels write them into its slot as well, so that a miss crosses the link once. Next

@@ -220,7 +220,8 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
     const uint32_t number = number_of(step);
     const int group = blockIdx.x, units = k * chunks;
     const int r = group * kPanelRows + lane;
-    const Shared shared(memory, warps, stages, kPanelBytes<T>, warps * rounds * kStagedBytes<T>, warps * rounds);
+    const Shared shared(memory, warps, stages, kPanelBytes<T>, warps * kStagedBytes<T>, warps * rounds);
+    uint8_t *const staged = shared.staged + warp * kStagedBytes<T>;
     auto *const looked = reinterpret_cast<Looked *>(shared.total + k * 32);
     auto *const weights = reinterpret_cast<float *>(looked + k);
     __shared__ uint2 awaited;  // places that the CPU computes, and the epoch of the request
@@ -290,18 +291,6 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
 #pragma unroll 1
     for (int first = 0; first < units; first += warps * rounds) {
         const int end = min(units, first + warps * rounds);
-        // What gate/up hands over is mostly there before the weights.
-        uint8_t *staged = shared.staged + warp * kStagedBytes<T>;
-        Unit awaits = mine;
-#pragma unroll 1
-        for (int unit = first + warp; unit < end; unit += warps) {
-            const Looked one = looked[awaits.place];
-            if (one.record && (!kBell || !one.host))
-                await_hidden<T>(staged, step, awaits.place, down, awaits.chunk, number, lane);
-            staged += warps * kStagedBytes<T>;
-            awaits.add(stride, chunks);
-        }
-        staged = shared.staged + warp * kStagedBytes<T>;
         float *partial = shared.partial + warp * 32 + lane;
 #pragma unroll 1
         for (int unit = first + warp; unit < end; unit += warps) {
@@ -312,6 +301,8 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
                 fill = fill_of(step, mine.place);
             }
             const bool computes = one.record && (!kBell || !one.host);
+            // What gate/up hands over is mostly there before the weights.
+            if (computes) await_hidden<T>(staged, step, mine.place, down, mine.chunk, number, lane);
             if (computes || fill) {
                 const uint8_t *panel = panels.take();
                 if (fill) panels.copy_out(panel, fill + offset(mine), bytes(mine));
@@ -319,7 +310,6 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
                 if (fill) panels.finish_stores();
                 __syncwarp();
             }
-            staged += warps * kStagedBytes<T>;
             partial += warps * 32;
             mine.add(stride, chunks);
             fetch();
