@@ -83,6 +83,17 @@ MOEPOOL_INLINE typename L::F add_block(const Scales<L> &s, typename L::W whole, 
     return acc;
 }
 
+template <bool kValue>
+struct Flag {
+    static constexpr bool value = kValue;
+};
+
+// Whether a block's scales take longer than reading it.
+template <class T>
+constexpr bool kScalesTakeLong = false;
+template <>
+constexpr bool kScalesTakeLong<MXFP4> = true;
+
 // The activations are the innermost loop: the codes of a block are decoded once, into registers, for all of them.
 template <class T, class L>
 void multiply_blocks(const PanelJob &job) {
@@ -100,11 +111,11 @@ void multiply_blocks(const PanelJob &job) {
     for (int g = 0; g < kGroups; ++g)
         for (int t = 0; t < job.count; ++t)
             for (int i = 0; i < kSide; ++i) total[g][t][i] = F{};
-    const uint32_t *words = job.panels;
-    for (int64_t chunk = 0; chunk * kChunkColumns < job.columns; ++chunk, words += kPanelWords) {
+    const auto add_panel = [&](int64_t chunk, auto flag) __attribute__((always_inline)) {
+        constexpr bool kUnrolled = decltype(flag)::value;
         const int64_t left = job.columns - chunk * kChunkColumns;
-        const int width =
-            T::info.block < kChunkColumns && left < kChunkColumns ? static_cast<int>(left) : kChunkColumns;
+        const int width = kUnrolled || left >= kChunkColumns ? kChunkColumns : static_cast<int>(left);
+        const uint32_t *words = job.panels + chunk * kPanelWords;
         const Prefetch<T, L, kGroups * kChunkBlocks> prefetch(job, words, chunk * kChunkColumns);
         // What the sums of a block begin with: it takes the offset back.
         int32_t start[kMostRows][2][kChunkBlocks];
@@ -157,7 +168,7 @@ void multiply_blocks(const PanelJob &job) {
                     }
                 }
             };
-            if constexpr (T::info.block == kChunkColumns) {
+            if constexpr (kUnrolled) {
 #pragma GCC unroll 8
                 for (int b = 0; b < kChunkBlocks; ++b) block(b);
             } else {
@@ -166,7 +177,15 @@ void multiply_blocks(const PanelJob &job) {
             for (int t = 0; t < job.count; ++t)
                 for (int i = 0; i < kSide; ++i) total[g][t][i] = total[g][t][i] + sum[t][i];
         }
-    }
+    };
+    // Unrolled, the places of all words are constants. For one activation memory is the limit, and what the processor
+    // reads ahead by itself are the loads of a loop.
+    const bool unrolled = T::info.block == kChunkColumns || kScalesTakeLong<T> || job.count > 1;
+    int64_t chunk = 0;
+    if (unrolled)
+        for (; (chunk + 1) * kChunkColumns <= job.columns; ++chunk) add_panel(chunk, Flag<true>{});
+    if constexpr (T::info.block < kChunkColumns)
+        for (; chunk * kChunkColumns < job.columns; ++chunk) add_panel(chunk, Flag<false>{});
     for (int g = 0; g < kGroups; ++g)
         for (int t = 0; t < job.count; ++t)
             for (int i = 0; i < kSide; ++i) L::store(job.out[t] + (g * kSide + i) * L::kLanes, total[g][t][i]);
