@@ -88,11 +88,19 @@ struct Flag {
     static constexpr bool value = kValue;
 };
 
-// Whether a block's scales take longer than reading it.
-template <class T>
-constexpr bool kScalesTakeLong = false;
-template <>
-constexpr bool kScalesTakeLong<MXFP4> = true;
+// Whether blocks take longer to decode, in a loop, than to read from memory.
+template <class T, class L>
+constexpr bool kSlow = T::info.block == kChunkColumns && L::kLanes < 16;
+template <class L>
+constexpr bool kSlow<Q2_K, L> = true;
+template <class L>
+constexpr bool kSlow<Q3_K, L> = true;
+template <class L>
+constexpr bool kSlow<Q5_K, L> = true;
+template <class L>
+constexpr bool kSlow<IQ4_XS, L> = true;
+template <class L>
+constexpr bool kSlow<MXFP4, L> = L::kLanes == 16;  // eight lanes take longer unrolled
 
 // The activations are the innermost loop: the codes of a block are decoded once, into registers, for all of them.
 template <class T, class L>
@@ -178,13 +186,12 @@ void multiply_blocks(const PanelJob &job) {
                 for (int i = 0; i < kSide; ++i) total[g][t][i] = total[g][t][i] + sum[t][i];
         }
     };
-    // Unrolled, the places of all words are constants. For one activation memory is the limit, and what the processor
-    // reads ahead by itself are the loads of a loop.
-    const bool unrolled = T::info.block == kChunkColumns || kScalesTakeLong<T> || job.count > 1;
+    // Unrolled, the places of all words are constants. But what a processor reads ahead by itself are the loads of a
+    // loop, and for one activation memory is the limit.
     int64_t chunk = 0;
-    if (unrolled)
+    if (kSlow<T, L> || job.count > 1)
         for (; (chunk + 1) * kChunkColumns <= job.columns; ++chunk) add_panel(chunk, Flag<true>{});
-    if constexpr (T::info.block < kChunkColumns)
+    if constexpr (!kSlow<T, L> || T::info.block < kChunkColumns)
         for (; chunk * kChunkColumns < job.columns; ++chunk) add_panel(chunk, Flag<false>{});
     for (int g = 0; g < kGroups; ++g)
         for (int t = 0; t < job.count; ++t)
