@@ -83,6 +83,25 @@ MOEPOOL_INLINE typename L::F add_block(const Scales<L> &s, typename L::W whole, 
     return acc;
 }
 
+template <bool kValue>
+struct Flag {
+    static constexpr bool value = kValue;
+};
+
+// Whether blocks take longer to decode, in a loop, than to read from memory.
+template <class T, class L>
+constexpr bool kSlow = T::info.block == kChunkColumns && L::kLanes < 16;
+template <class L>
+constexpr bool kSlow<Q2_K, L> = true;
+template <class L>
+constexpr bool kSlow<Q3_K, L> = true;
+template <class L>
+constexpr bool kSlow<Q5_K, L> = true;
+template <class L>
+constexpr bool kSlow<IQ4_XS, L> = true;
+template <class L>
+constexpr bool kSlow<MXFP4, L> = L::kLanes == 16;  // eight lanes take longer unrolled
+
 // The activations are the innermost loop: the codes of a block are decoded once, into registers, for all of them.
 template <class T, class L>
 void multiply_blocks(const PanelJob &job) {
@@ -100,11 +119,11 @@ void multiply_blocks(const PanelJob &job) {
     for (int g = 0; g < kGroups; ++g)
         for (int t = 0; t < job.count; ++t)
             for (int i = 0; i < kSide; ++i) total[g][t][i] = F{};
-    const uint32_t *words = job.panels;
-    for (int64_t chunk = 0; chunk * kChunkColumns < job.columns; ++chunk, words += kPanelWords) {
+    const auto add_panel = [&](int64_t chunk, auto flag) __attribute__((always_inline)) {
+        constexpr bool kUnrolled = decltype(flag)::value;
         const int64_t left = job.columns - chunk * kChunkColumns;
-        const int width =
-            T::info.block < kChunkColumns && left < kChunkColumns ? static_cast<int>(left) : kChunkColumns;
+        const int width = kUnrolled || left >= kChunkColumns ? kChunkColumns : static_cast<int>(left);
+        const uint32_t *words = job.panels + chunk * kPanelWords;
         const Prefetch<T, L, kGroups * kChunkBlocks> prefetch(job, words, chunk * kChunkColumns);
         // What the sums of a block begin with: it takes the offset back.
         int32_t start[kMostRows][2][kChunkBlocks];
@@ -157,7 +176,7 @@ void multiply_blocks(const PanelJob &job) {
                     }
                 }
             };
-            if constexpr (T::info.block == kChunkColumns) {
+            if constexpr (kUnrolled) {
 #pragma GCC unroll 8
                 for (int b = 0; b < kChunkBlocks; ++b) block(b);
             } else {
@@ -166,7 +185,14 @@ void multiply_blocks(const PanelJob &job) {
             for (int t = 0; t < job.count; ++t)
                 for (int i = 0; i < kSide; ++i) total[g][t][i] = total[g][t][i] + sum[t][i];
         }
-    }
+    };
+    // Unrolled, the places of all words are constants. But what a processor reads ahead by itself are the loads of a
+    // loop, and for one activation memory is the limit.
+    int64_t chunk = 0;
+    if (kSlow<T, L> || job.count > 1)
+        for (; (chunk + 1) * kChunkColumns <= job.columns; ++chunk) add_panel(chunk, Flag<true>{});
+    if constexpr (!kSlow<T, L> || T::info.block < kChunkColumns)
+        for (; chunk * kChunkColumns < job.columns; ++chunk) add_panel(chunk, Flag<false>{});
     for (int g = 0; g < kGroups; ++g)
         for (int t = 0; t < job.count; ++t)
             for (int i = 0; i < kSide; ++i) L::store(job.out[t] + (g * kSide + i) * L::kLanes, total[g][t][i]);
