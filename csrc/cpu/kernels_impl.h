@@ -88,9 +88,10 @@ struct Flag {
     static constexpr bool value = kValue;
 };
 
-// Whether blocks take longer to decode, in a loop, than to read from memory.
+// Whether blocks take longer to decode, in a loop, than to read from memory. Where pages are asked for ahead, reading
+// has no use for a loop.
 template <class T, class L>
-constexpr bool kSlow = T::info.block == kChunkColumns && L::kLanes < 16;
+constexpr bool kSlow = T::info.block == kChunkColumns && (L::kLanes < 16 || !L::kReadsPages);
 template <class L>
 constexpr bool kSlow<Q2_K, L> = true;
 template <class L>
