@@ -49,7 +49,8 @@ clean:
 # The same editable install, once with what the tests need and once with what lint needs.
 $(VENV)/.installed-%: pyproject.toml setup.py | $(BIN)/pip
 	@echo "Installing moepool and its dependencies ($*$(CUDA)) in $(VENV)"
-	@$(BIN)/pip install -q --disable-pip-version-check -e '.[$*$(CUDA)]'
+	@$(BIN)/pip install -q --disable-pip-version-check --config-settings editable_mode=compat \
+		-e '.[$*$(CUDA)]'
 	@touch $@
 
 $(BIN)/pip:

@@ -127,7 +127,7 @@ USABLE = [name for name, usable in moepool.cpu_kernels().items() if usable]
 BENCH_TYPES = ",".join(cases.BENCH_TYPES)
 
 
-@click.group()
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
 def main() -> None:
     """Prints what moepool takes, beside what the machine allows in the same run.
 

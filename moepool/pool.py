@@ -517,11 +517,11 @@ class Pool:
         (6, 6)
         """
         slots = count("slots", slots)
+        with self._resizing:  # so that what is said here is what the last call made
+            self.slots = made = self._handle.resize(slots)
         if slots > self.experts:
             warn(f"{slots} slots for a layer of {self.experts} experts: the pool gets {self.experts} slots")
             slots = self.experts
-        with self._resizing:  # so that what is said here is what the last call made
-            self.slots = made = self._handle.resize(slots)
         if made < slots:
             self._tell_of_memory(slots, made)
         return made

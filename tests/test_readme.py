@@ -48,10 +48,10 @@ def test_it_opens_with_the_two_commands() -> None:
 
 
 def test_the_program_runs(tmp_path: Path) -> None:
-    (program,) = blocks(README, "python")
+    program, by_route = blocks(README, "python")
     assert len(program.splitlines()) <= 20
     file = tmp_path / "program.py"
-    file.write_text(program)
+    file.write_text(program + by_route)
     assert re.fullmatch(
         r"\(1, 4, 256\) \d\d% of the experts wanted were in slots\n", run(sys.executable, file)
     )

@@ -124,7 +124,7 @@ struct Crew {
 
 Crew checked(int threads, std::vector<int> cpus, const char *threads_name, const char *cpus_name) {
     if (threads < 0 || threads > kMostThreads)
-        fail(MOEPOOL_ERROR_ARGUMENT, "%s: %d threads: give 1 to %d, or 0 for the default", threads_name, threads,
+        fail(MOEPOOL_ERROR_ARGUMENT, "%s: %d threads: give 1 to %d, or leave it to the default", threads_name, threads,
              kMostThreads);
     for (const int cpu : cpus)
         if (cpu < 0 || cpu >= kMostCpus || !process_cpus.has(cpu))

@@ -436,10 +436,11 @@ int Pool::resize(int slots) {
     at_least(slots, 0, "slots");
     const std::lock_guard<std::mutex> lock(mutex_);
     raise_pending();
+    const int asked = slots;
     slots = std::min(slots, layer_.experts());
     if (slots > most_slots_)
         fail(MOEPOOL_ERROR_ARGUMENT, "%d slots, but the pool was made for at most %d: make it with a greater max_slots",
-             slots, most_slots_);
+             asked, most_slots_);
     if (slots < std::min(policy_.pinned, residency_.slots()))
         fail(MOEPOOL_ERROR_ARGUMENT, "%d slots, but %d experts are pinned", slots, policy_.pinned);
     for (size_t slot = static_cast<size_t>(slots); slot < leases_.size(); ++slot)
