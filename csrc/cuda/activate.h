@@ -25,7 +25,7 @@ __device__ __forceinline__ float widen(const void *data, moepool_dtype dtype, in
     return dtype == MOEPOOL_F16 ? num::widen_f16(raw) : num::widen_bf16(raw);
 }
 
-// The same past L1, for what a kernel may have written that ended after this one began.
+// The same past L1, for what is read in front of the kernel's own wait.
 __device__ __forceinline__ float widen_past_l1(const void *data, moepool_dtype dtype, int64_t index) {
     if (dtype == MOEPOOL_F32) return __ldcg(static_cast<const float *>(data) + index);
     const uint16_t raw = __ldcg(static_cast<const unsigned short *>(data) + index);

@@ -17,6 +17,12 @@ __device__ __forceinline__ void publish(uint64_t *at, uint64_t value) {
 
 __device__ __forceinline__ void prefetch(const void *at) { asm volatile("prefetch.global.L2 [%0];" ::"l"(at)); }
 
+__device__ __forceinline__ uint32_t load_acquired(const uint32_t *at) {
+    uint32_t value;
+    asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+    return value;
+}
+
 }  // namespace
 }  // namespace cuda
 }  // namespace moepool

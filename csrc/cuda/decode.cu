@@ -28,8 +28,8 @@ StepConfig configure(const Layer &layer, int64_t tokens, int64_t k) {
 struct Decoder::Workspace {
     const int64_t places;
     DeviceMemory<int32_t> ids, order, tile_count, commit_count;
-    DeviceMemory<uint32_t> sequence, resolved, finished;
-    DeviceMemory<unsigned long long> ended;
+    DeviceMemory<uint32_t> resolved, finished;
+    DeviceMemory<unsigned long long> steps;
     DeviceMemory<DecodeTile> tiles;
     DeviceMemory<Commit> commits;
     DeviceMemory<ActivationBlock> input, hidden;
@@ -45,10 +45,9 @@ struct Decoder::Workspace {
           order(count),
           tile_count(1),
           commit_count(1),
-          sequence(1),
-          resolved(2),
+          resolved(1),
           finished(1),
-          ended(1),
+          steps(1),
           tiles(count),
           commits(count),
           input(any_quantised(layer) ? count * layer.matrices()[0].columns / kBlockColumns : 0),
@@ -60,10 +59,9 @@ struct Decoder::Workspace {
           rows(count * layer.matrices()[2].rows),
           hosted(count) {}
 
-    // Single steps and others may count in ways of their own, so either has a word that tells how far they are.
-    StepTables tables(bool single) const {
-        return {ids.get(),          order.get(),    tiles.get(), tile_count.get(),        commits.get(),
-                commit_count.get(), sequence.get(), ended.get(), resolved.get() + single, finished.get()};
+    StepTables tables() const {
+        return {ids.get(),          order.get(), tiles.get(),    tile_count.get(), commits.get(),
+                commit_count.get(), steps.get(), resolved.get(), finished.get()};
     }
 
     // What is compared with the number of a step, and tables of which a step may read more than it wrote.
@@ -73,9 +71,8 @@ struct Decoder::Workspace {
                   "clearing the tables of a step");
         };
         const RelaxedCapture relaxed;
-        zero(sequence, 1);
-        zero(ended, 1);
-        zero(resolved, 2);
+        zero(steps, 1);
+        zero(resolved, 1);
         zero(finished, 1);
         zero(tiles, places);
         zero(handed, quads(layer));
@@ -201,7 +198,7 @@ void Decoder::run(const moepool_ids &ids, const moepool_rows &x, const void *wei
     step.most_tiles =
         static_cast<int32_t>(step.single ? k : std::min(places, layer_.experts() + places / kMostDecodeTokens));
     step.residents = {layer_.experts(), slot_of_.get(), records_.get(), arena_, layer_.record_bytes(), layer_.tail()};
-    step.tables = w.tables(step.single);
+    step.tables = w.tables();
     step.x = x.data;
     step.x_dtype = x.dtype;
     step.x_per_row = x.per_place ? 1 : step.k;

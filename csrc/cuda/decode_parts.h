@@ -46,7 +46,7 @@ constexpr int kPanelBytes = 4 * kPanelRows * T::info.panel_words(kChunkColumns);
 // bytes of panels in flight; bytes(warps, stages, rounds, panel): of shared memory.
 template <class Bytes>
 DecodeConfig configure(int units, int most_warps, int most_rounds, int budget, int panel_bytes, const Bytes &bytes) {
-    const int room = most_dynamic_bytes() - bytes(most_warps, 1, 1, 0);
+    const int room = most_dynamic_bytes() - bytes(most_warps, 1, most_rounds, 0);
     const int panels = std::max(1, std::min(budget, room) / panel_bytes);
     DecodeConfig c{};
     const int most = std::min({most_warps, units, panels});

@@ -15,7 +15,7 @@ namespace {
 constexpr int kGateUpWarps = 16;  // of a block, at most
 constexpr int kDownWarps = 16;
 constexpr int kMostRounds = 4;  // of panels that a warp multiplies before the block adds sums up
-// Bytes of panels in flight in a block. Two blocks fit a multiprocessor.
+// Bytes of panels in flight in a block: of most types a block of down then fits beside one of gate/up.
 constexpr int kBudget = 112 << 10;
 
 // Waits for the books. Their block runs: it is block 0 of gate/up, and blocks are begun in the order of their numbers.
@@ -210,7 +210,8 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
     down_single(const __grid_constant__ Step step, const Part down, int stages, int rounds) {
     extern __shared__ __align__(128) uint8_t memory[];
     const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y, k = step.k, chunks = down.chunks;
-    // Before all else: soon the weights of gate/up are on their way, and loads behind them take long.
+    // Before all else: soon the weights of gate/up are on their way, and loads behind them take long. What is read here
+    // was written before gate/up: each of its blocks had waited for that before it let this kernel start.
     Asked asked;
     float weight = 0.0f;
     if (warp == 0) {
@@ -352,7 +353,7 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
     wait_for_kernels_in_front();  // for the kernel behind, which waits for this one alone
     // Every block has looked its slots up and filled its part when the last one is here: now the map may change.
     if (warp == 0 && lane == 0 && kBell) note_end(step.bell);
-    if (warp == warps - 1 && lane == 0) note_ended(step);
+    if (warp == warps - 1 && lane == 0) count_step(step);
     const bool course_changes = kBell && may_change_course && changes_course(step.bell);
     const int commit_count = missing ? __ldcg(step.tables.commit_count) : 0;
     if (commit_count == 0 && !course_changes) return;
@@ -381,8 +382,7 @@ DecodeConfig down_config(const Matrix &down, int64_t k) {
     const int places = static_cast<int>(k);
     return configure(places * Part(down).chunks, kDownWarps, kMostRounds, kBudget, kPanelBytes<T>,
                      [&](int warps, int stages, int rounds, int panel) {
-                         return shared_bytes(warps, stages, panel, warps * rounds * kStagedBytes<T>, warps * rounds,
-                                             places) +
+                         return shared_bytes(warps, stages, panel, warps * kStagedBytes<T>, warps * rounds, places) +
                                 places * static_cast<int>(sizeof(Looked) + sizeof(float));
                      });
 }

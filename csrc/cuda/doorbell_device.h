@@ -7,6 +7,7 @@
 
 #include "cpu/kernels.h"
 #include "cuda/activate.h"
+#include "cuda/books.h"
 #include "cuda/doorbell.h"
 #include "cuda/step.h"
 #include "numerics.h"
@@ -31,14 +32,6 @@ __device__ __forceinline__ uint32_t load_from_host(const uint32_t *at) {
 }
 __device__ __forceinline__ void store_to_host(uint32_t *at, uint32_t value) {
     asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
-}
-__device__ __forceinline__ uint32_t load_acquired(const uint32_t *at) {
-    uint32_t value;
-    asm volatile("ld.acquire.gpu.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
-    return value;
-}
-__device__ __forceinline__ void store_released(uint32_t *at, uint32_t value) {
-    asm volatile("st.release.gpu.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
 // ------------------------------------------------------------------------------------------------------ the division
@@ -65,10 +58,16 @@ __device__ __forceinline__ division::Rates rates_of(const BellState &state, int 
     return {state.link_ns, state.pace[load]};
 }
 
-// The step begins to be measured. By one thread, before anybody else of the step may write a time.
-__device__ __forceinline__ void begin_times(const Step &step) {
+__device__ __forceinline__ int load_of(int wanted, int places) {
+    return doorbell::load_class((places + wanted - 1) / max(wanted, 1));
+}
+
+// The step begins to be measured. By the thread that polls in a single token's step, before anybody else of the step
+// may write a time.
+__device__ __forceinline__ void begin_times(const Step &step, int wanted, int places) {
     if (!step.bell.divides) return;
     BellState &state = *step.bell.state;
+    state.load = load_of(wanted, places);
     state.begun = device_ns();
     state.ready = state.answered = state.ended = 0;
 }
@@ -95,11 +94,10 @@ __device__ __noinline__ void learn(const Step &step, const Outlook &outlook) {
 }
 
 // For the lesson, what the step was.
-__device__ __forceinline__ void note_step(const Bell &bell, int streamed, int hosted, int wanted, int places) {
+__device__ __forceinline__ void note_step(const Bell &bell, int streamed, int hosted, int wanted) {
     bell.state->streamed = streamed;
     bell.state->hosted = hosted;
     bell.state->wanted = wanted;
-    bell.state->load = doorbell::load_class((places + wanted - 1) / max(wanted, 1));
 }
 
 // How many of the missing experts the CPU computes.
@@ -108,7 +106,7 @@ __device__ __forceinline__ int records_for_host(const Step &step, const Outlook 
     const Bell &bell = step.bell;
     if (missing == 0) return 0;
     if (!bell.divides || hosts_all(step, outlook)) return missing;
-    const int load = doorbell::load_class((places + wanted - 1) / max(wanted, 1));
+    const int load = load_of(wanted, places);
     const int share = division::share(rates_of(outlook.seen, load), missing, outlook.seen.bias);
     return share ? share : tick % division::kRelearn == 0;
 }
@@ -119,7 +117,7 @@ __device__ __forceinline__ void note_ready(const Bell &bell) {
     if (bell.state && bell.divides) atomicMax(&bell.state->ready, device_ns());
 }
 __device__ __forceinline__ void note_end(const Bell &bell) {
-    if (bell.state && bell.divides && blockIdx.x == 0) bell.state->ended = device_ns();
+    if (bell.state && bell.divides && blockIdx.x + 1 == gridDim.x) bell.state->ended = device_ns();
 }
 // Whether the CPU computes hits as well. Only blocks of a single token's kernels ask.
 __device__ __forceinline__ bool hosts_all(const Bell &bell) {
@@ -270,12 +268,12 @@ __device__ __forceinline__ void poll_answer(const Bell &bell) {
             state.poisoned = 1;
             if (itself) store_to_host(bell.silence, 1);
             bell.trouble->epoch = epoch;
-            bell.trouble->waited_us = static_cast<uint32_t>(waited / 1000);
+            bell.trouble->waited_us = static_cast<uint32_t>(min(waited / 1000, uint64_t{~0u}));
             store_to_host(&bell.trouble->timed_out, itself ? doorbell::kItself : doorbell::kLikeOthers);
             break;
         }
     }
-    store_released(&state.arrived, epoch);
+    publish(&state.arrived, epoch);
     if (!bell.divides || lost) return;
     // A look over a link that is full of records takes as long as these do, so the CPU says when it was done.
     const uint2 pace = __ldcv(reinterpret_cast<const uint2 *>(bell.answer->pace + load));

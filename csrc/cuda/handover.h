@@ -20,13 +20,13 @@ namespace {
 
 constexpr int kQuads = sizeof(ActivationBlock) / 12;  // of a block
 
-// The step's number, as every block of it sees that has not ended yet: StepTables::ended.
+// The step's number, as every block of it sees that has not ended yet: StepTables::steps.
 __device__ __forceinline__ uint32_t number_of(const Step &step) {
-    return static_cast<uint32_t>(__ldcg(step.tables.ended) >> 32) + 1;
+    return static_cast<uint32_t>(__ldcg(step.tables.steps) >> 32) + 1;
 }
 // By one thread of each block of down, at its end. Together they add 2^32.
-__device__ __forceinline__ void note_ended(const Step &step) {
-    atomicAdd(step.tables.ended, blockIdx.x == 0 ? (1ull << 32) - (gridDim.x - 1) : 1ull);
+__device__ __forceinline__ void count_step(const Step &step) {
+    atomicAdd(step.tables.steps, blockIdx.x == 0 ? (1ull << 32) - (gridDim.x - 1) : 1ull);
 }
 
 __device__ __forceinline__ void store_quad(uint4 *at, uint32_t a, uint32_t b, uint32_t c, uint32_t number) {

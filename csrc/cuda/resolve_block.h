@@ -213,7 +213,7 @@ __device__ inline void note_uses(const PolicyConfig &p, const Books &books, int 
     protect_fewer(p, books, slots, tick);
 }
 
-// Appends a step to the trace: pool/trace.h says what the words mean. Off the way of all that waits for the step.
+// Appends a step to the trace: pool/trace.h says what the words mean. Behind all that a single token waits for.
 __device__ inline void trace_step(const Step &step, DeviceState *state, uint32_t *ring, const Books &books,
                                   const int *ranked, int64_t tick, bool bypass, int met, int admitted) {
     __shared__ unsigned long long begin;
@@ -253,12 +253,12 @@ __device__ inline void trace_step(const Step &step, DeviceState *state, uint32_t
     if (t.thread == 0) publish(&state->traced, uint64_t{begin + words});
 }
 
-// memory: shared, resolve_shared_bytes(experts, slots) of it, prepared. sequence: the number of this step, which is
+// memory: shared, resolve_shared_bytes(experts, slots) of it, prepared. number: of this step, if it is single, which is
 // published when the tables are written; what nobody waits for is done behind that. kBell: the pool has a doorbell;
 // others bear nothing of it. kSingle: Step::single. All threads of the block; whole warps.
 template <bool kBell, bool kSingle>
 __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArguments &a, uint8_t *memory,
-                                              uint32_t sequence) {
+                                              uint32_t number) {
     const Residents &residents = step.residents;
     const StepTables &tables = step.tables;
     const PolicyConfig &p = a.policy;
@@ -299,7 +299,8 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         const bool valid = wide >= -1 && wide < experts;
         const int expert = valid ? static_cast<int>(wide) : Route::kInvalid;
         if (!valid) atomicMin(&tally.bad, static_cast<unsigned long long>(i));
-        id[i] = tables.ids[i] = expert;
+        id[i] = expert;
+        if constexpr (!kSingle) tables.ids[i] = expert;
         if (expert < 0) return;
         const int turn = atomicAdd(&count[expert], 1);
         if constexpr (!kSingle) books.turn[i] = turn;
@@ -386,7 +387,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         const bool all_host = hosts_all(step, outlook);
         hosted_misses = records_for_host(step, outlook, misses, hits + misses, wanted_places, tick);
         hosted = hosted_misses + (all_host ? hits : 0);
-        if (thread == 0) begin_times(step);
+        if (thread == 0) begin_times(step, hits + misses, wanted_places);
         if (hosted > 0) {
             if (all_host)
                 each(experts, [&](int e) { books.host[e] = count[e] > 0; });
@@ -433,7 +434,6 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     };
     if constexpr (kSingle) {
         each(places, [&](int j) {
-            tables.order[j] = j;
             tables.tiles[j] = id[j] >= 0 ? tile_of(id[j], j, 1) : DecodeTile{nullptr, nullptr, j, 0, 0, 0};
         });
     } else {
@@ -456,11 +456,11 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
             if (j < places && id[j] >= 0) tables.order[Pair{begin + books.first[e].word}.low() + books.turn[j]] = j;
         });
     }
-    if (thread == 0) *tables.tile_count = kSingle ? places : placed.high();
+    if (!kSingle && thread == 0) *tables.tile_count = placed.high();
     __syncthreads();
-    if (thread == 0) publish(tables.resolved, sequence);
+    if (kSingle && thread == 0) publish(tables.resolved, number);
 
-    // Nobody of this step waits for what follows.
+    // Nobody of a single token's step waits for what follows.
     if (misses == 0) keep_law();
     if (met > 0) {
         each(met, [&](int i) {
@@ -499,7 +499,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         if (advances && p.kind == MOEPOOL_POLICY_REELECT) a.state->election = epoch;
         if constexpr (kBell) {
             learn(step, outlook);
-            if (divides) note_step(step.bell, misses - hosted_misses, hosted, hits + misses, wanted_places);
+            if (divides) note_step(step.bell, misses - hosted_misses, hosted, hits + misses);
         }
         DeviceSteps::Counts &counts = a.state->counts;
         // Atomic, so that nobody waits for the sums.

@@ -375,6 +375,7 @@ void Channel::answer_now(uint32_t epoch) {
         fits_[load].add(static_cast<double>(records), took);
         answer_->pace[load] = fits_[load].pace;
     }
+    break_silence(silence_);  // the answer may be late: then this request has begun it
     __atomic_store_n(&answer_->epoch, epoch, __ATOMIC_RELEASE);
 }
 

@@ -22,7 +22,8 @@
 // its buffer as long as it likes. Closing the channel then leaves the buffers, and what the work reads, in quarantine:
 // they are freed by a later open or close, once the worker is seen to be done; a process that exits waits for it.
 // While the silence lasts, other channels give up after kGiveUp: if nobody answers, a graph of many layers waits for
-// the time-out once. A thread that is at work on one request has broken the silence, so others wait for it.
+// the time-out once. A thread that takes a request up breaks the silence, and again when it has answered it, late or
+// not.
 //
 // One thread a process, the server, looks at the lines of all open channels. It spins while there is work and for
 // kSpin after; then it sleeps kNap between looks, for a device can not wake a thread: the first request after a pause

@@ -14,7 +14,7 @@ constexpr int kOutlookWords = 0;
 inline uint32_t outlook_word(const Bell &, int) { return 0; }
 inline void keep_word(Outlook &, int, uint32_t) {}
 inline bool hosts_all(const Step &step, const Outlook &) { return step.bell.divides && step.bell.state->all_host; }
-inline void begin_times(const Step &) {}
+inline void begin_times(const Step &, int, int) {}
 inline void learn(const Step &, const Outlook &) {}
 inline int records_for_host(const Step &step, const Outlook &outlook, int missing, int, int, int64_t) {
     return !step.bell.divides || hosts_all(step, outlook) ? missing : step.bell.state->share % (missing + 1);
@@ -28,7 +28,7 @@ inline void post(const Step &step, const Outlook &, int64_t, bool, bool, const i
 inline void post_nothing(const Bell &bell) {
     if (bell.state) bell.state->asked.clear();
 }
-inline void note_step(const Bell &bell, int streamed, int hosted, int wanted, int) {
+inline void note_step(const Bell &bell, int streamed, int hosted, int wanted) {
     bell.state->streamed = streamed;
     bell.state->hosted = hosted;
     bell.state->wanted = wanted;
