@@ -305,7 +305,7 @@ class _Interface:
 
 def is_plain(array: Any, shape: tuple[int, ...], dtype: np.dtype[Any] = _FLOAT32) -> bool:
     """Whether this is an array of NumPy itself, packed and writable, which a call can take as it is."""
-    return type(array) is np.ndarray and array.dtype is dtype and array.shape == shape and array.flags.carray
+    return type(array) is np.ndarray and array.dtype == dtype and array.shape == shape and array.flags.carray
 
 
 def _as_numpy(array: ArrayView) -> npt.NDArray[Any]:

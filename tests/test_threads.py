@@ -7,6 +7,7 @@ import os
 import platform
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -363,6 +364,31 @@ def test_the_callers_float_state_changes_no_bit_and_stays(
             for name, y in got.items():
                 assert_same(y, expected[name], f"{name}, MXCSR {value:#x}")
                 assert left[name] == value, f"{name} left MXCSR {left[name]:#x}, it was {value:#x}"
+
+
+TRAPS = """
+import ctypes
+import numpy as np
+import moepool
+
+rng = np.random.default_rng(0)
+gate, up, down = (rng.standard_normal(shape, dtype=np.float32) for shape in ((8, 64, 32), (8, 64, 32), (8, 32, 64)))
+layer = moepool.ExpertStore.from_arrays(gate=gate, up=up, down=down, qtype="q8_0")[0]
+ffn = moepool.ExpertFFN(moepool.Pool(layer, 4))
+ids = np.array([[0, 5], [5, 1], [7, -1]])
+for dtype in (np.float16, np.float32):
+    x, weights = rng.standard_normal((3, 32)).astype(dtype), np.full((3, 2), 60000, dtype)
+    expected = ffn(x, ids, weights)
+    assert ctypes.CDLL("libm.so.6").feenableexcept(0x3D) >= 0  # all but "denormal operand"
+    assert ffn(x, ids, weights).tobytes() == expected.tobytes()
+    ctypes.CDLL("libm.so.6").fedisableexcept(0x3D)
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="traps are set through glibc")
+def test_traps_of_the_caller_do_not_spring() -> None:
+    """A caller that traps inexact results gets its result, of whatever types."""
+    run(sys.executable, "-c", TRAPS)
 
 
 # ------------------------------------------------------------------------------------------------- the GIL

@@ -22,7 +22,7 @@ namespace {
 
 constexpr int64_t kSliceTokens = 512;   // tokens that ffn keeps intermediate rows for
 constexpr int64_t kItemPlaces = 1024;   // of an expert in one item: so long a call goes on when it is to end
-constexpr int64_t kPartRowGroups = 4;   // of down in one item: to count one costs a tenth of a microsecond
+constexpr int64_t kPartRowGroups = 4;   // of down in one item of few places: to count one costs a tenth of a microsecond
 constexpr int64_t kElements = 1 << 14;  // of an elementwise op in one item
 
 class CpuSlots : public Slots {
@@ -180,7 +180,8 @@ void chain(const Places &slice, const std::vector<Route::Group> &groups, const s
            const Input &input, int64_t per_row, float *out, const Finish &finish) {
     const Matrix &gate = matrices[0], &up = matrices[1], &down = matrices[2];
     const auto count = static_cast<int64_t>(groups.size());
-    const int64_t parts = (down.row_groups() + kPartRowGroups - 1) / kPartRowGroups;
+    const int64_t size = slice.places() > kMostRows * count ? 1 : kPartRowGroups;  // row groups of a part
+    const int64_t parts = (down.row_groups() + size - 1) / size;
     ActivationRows hidden(slice.places(), down.columns, !is_quantised(down), is_quantised(down));
     const Countdowns hidden_left(count, gate.row_groups()), part_left(parts, count);
 
@@ -197,7 +198,7 @@ void chain(const Places &slice, const std::vector<Route::Group> &groups, const s
         });
     };
     const auto down_part = [&](int64_t g, int64_t part) {
-        const int64_t begin = part * kPartRowGroups, end = std::min(begin + kPartRowGroups, down.row_groups());
+        const int64_t begin = part * size, end = std::min(begin + size, down.row_groups());
         if (!await_zero(hidden_left[g])) return;
         for (int64_t r = begin; r < end; ++r)
             multiply(slice, groups[static_cast<size_t>(g)], down, r, [&](int64_t place) { return hidden[place]; }, out);
@@ -241,7 +242,10 @@ class Weights {
   public:
     Weights(const Route &route, const void *data, moepool_dtype dtype)
         : widened_(dtype == MOEPOOL_F32 ? 0 : route.places()) {
-        for (int64_t i = 0; widened_.get() && i < route.places(); ++i) widened_.get()[i] = widen(data, dtype, i);
+        if (widened_.get())
+            elementwise(route.places(), [&](int64_t first, int64_t count) {
+                for (int64_t i = first; i < first + count; ++i) widened_.get()[i] = widen(data, dtype, i);
+            });
         weights_ = widened_.get() ? widened_.get() : static_cast<const float *>(data);
     }
     const float *get() const { return weights_; }

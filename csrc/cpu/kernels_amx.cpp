@@ -6,7 +6,7 @@
 // rows, and the product their exact int32 sums, which then go through the same floats as in every other set. Columns of
 // two blocks can not share a product, for each block has its own scales: tiles are half as deep as they could be.
 //
-// With 8 activations it is not yet as fast as VNNI, with 16 it is 1.2 times as fast (bench/README.md).
+// With 8 activations it is not yet as fast as VNNI, with 16 it is 1.04 to 1.2 times as fast (bench/README.md).
 #if defined(__x86_64__)
 
 // gcc 12 warns of its own intrinsics, which leave a register undefined on purpose.

@@ -88,20 +88,20 @@ struct Flag {
     static constexpr bool value = kValue;
 };
 
-// Whether blocks take longer to decode, in a loop, than to read from memory. Where pages are asked for ahead, reading
-// has no use for a loop.
+// Types whose panels are unrolled for one activation, too: decoding is the limit, or, for super-blocks where pages are
+// asked for ahead, a loop was slower.
 template <class T, class L>
-constexpr bool kSlow = T::info.block == kChunkColumns && (L::kLanes < 16 || !L::kReadsPages);
+constexpr bool kAlwaysUnrolled = T::info.block == kChunkColumns && (L::kLanes < 16 || !L::kReadsPages);
 template <class L>
-constexpr bool kSlow<Q2_K, L> = true;
+constexpr bool kAlwaysUnrolled<Q2_K, L> = true;
 template <class L>
-constexpr bool kSlow<Q3_K, L> = true;
+constexpr bool kAlwaysUnrolled<Q3_K, L> = true;
 template <class L>
-constexpr bool kSlow<Q5_K, L> = true;
+constexpr bool kAlwaysUnrolled<Q5_K, L> = true;
 template <class L>
-constexpr bool kSlow<IQ4_XS, L> = true;
+constexpr bool kAlwaysUnrolled<IQ4_XS, L> = true;
 template <class L>
-constexpr bool kSlow<MXFP4, L> = L::kLanes == 16;  // eight lanes take longer unrolled
+constexpr bool kAlwaysUnrolled<MXFP4, L> = L::kLanes == 16;  // eight lanes take longer unrolled
 
 // The activations are the innermost loop: the codes of a block are decoded once, into registers, for all of them.
 template <class T, class L>
@@ -190,9 +190,9 @@ void multiply_blocks(const PanelJob &job) {
     // Unrolled, the places of all words are constants. But what a processor reads ahead by itself are the loads of a
     // loop, and for one activation memory is the limit.
     int64_t chunk = 0;
-    if (kSlow<T, L> || job.count > 1)
+    if (kAlwaysUnrolled<T, L> || job.count > 1)
         for (; (chunk + 1) * kChunkColumns <= job.columns; ++chunk) add_panel(chunk, Flag<true>{});
-    if constexpr (!kSlow<T, L> || T::info.block < kChunkColumns)
+    if constexpr (!kAlwaysUnrolled<T, L> || T::info.block < kChunkColumns)
         for (; chunk * kChunkColumns < job.columns; ++chunk) add_panel(chunk, Flag<false>{});
     for (int g = 0; g < kGroups; ++g)
         for (int t = 0; t < job.count; ++t)
@@ -287,13 +287,20 @@ void add(const float *a, const float *b, float *out, int64_t count) {
 template <class L>
 void combine(const int32_t *ids, const float *weights, int64_t k, const float *rows, int64_t stride, float *y,
              int64_t columns) {
+    // So many vectors of a row at once: rows may lie so that no two of their lines stay in the first cache.
+    constexpr int kVectors = 4, kStep = kVectors * L::kLanes;
     const auto lanes = [](const float *f) { return L::as_float(L::load(reinterpret_cast<const uint32_t *>(f))); };
     int64_t column = 0;
-    for (; column + L::kLanes <= columns; column += L::kLanes) {
-        typename L::F sum = {};
-        for (int64_t j = 0; j < k; ++j)
-            if (ids[j] >= 0) sum = L::fma(L::broadcast(weights[j]), lanes(rows + j * stride + column), sum);
-        L::store(y + column, sum);
+    for (; column + kStep <= columns; column += kStep) {
+        typename L::F sum[kVectors] = {};
+        for (int64_t j = 0; j < k; ++j) {
+            if (ids[j] < 0) continue;
+            const float *row = rows + j * stride + column;
+#pragma GCC unroll 8
+            for (int v = 0; v < kVectors; ++v)
+                sum[v] = L::fma(L::broadcast(weights[j]), lanes(row + v * L::kLanes), sum[v]);
+        }
+        for (int v = 0; v < kVectors; ++v) L::store(y + column + v * L::kLanes, sum[v]);
     }
     for (; column < columns; ++column) {
         y[column] = 0.0f;
