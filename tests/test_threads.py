@@ -372,7 +372,8 @@ import numpy as np
 import moepool
 
 rng = np.random.default_rng(0)
-gate, up, down = (rng.standard_normal(shape, dtype=np.float32) for shape in ((8, 64, 32), (8, 64, 32), (8, 32, 64)))
+gate, up = rng.standard_normal((2, 8, 64, 32), dtype=np.float32)
+down = rng.standard_normal((8, 32, 64), dtype=np.float32)
 layer = moepool.ExpertStore.from_arrays(gate=gate, up=up, down=down, qtype="q8_0")[0]
 ffn = moepool.ExpertFFN(moepool.Pool(layer, 4))
 ids = np.array([[0, 5], [5, 1], [7, -1]])
