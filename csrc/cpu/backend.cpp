@@ -20,9 +20,9 @@ namespace moepool {
 
 namespace {
 
-constexpr int64_t kSliceTokens = 512;   // tokens that ffn keeps intermediate rows for
-constexpr int64_t kItemPlaces = 1024;   // of an expert in one item: so long a call goes on when it is to end
-constexpr int64_t kPartRowGroups = 4;   // of down in one item of few places: to count one costs a tenth of a microsecond
+constexpr int64_t kSliceTokens = 512;  // tokens that ffn keeps intermediate rows for
+constexpr int64_t kItemPlaces = 1024;  // of an expert in one item: so long a call goes on when it is to end
+constexpr int64_t kPartRowGroups = 4;  // of down in one item of few places: to count one costs a tenth of a microsecond
 constexpr int64_t kElements = 1 << 14;  // of an elementwise op in one item
 
 class CpuSlots : public Slots {
