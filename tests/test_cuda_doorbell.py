@@ -436,7 +436,7 @@ def test_a_graph_waits_once(how: str, cupy: Any) -> None:
         assert 0.4 < took < 0.6, f"{len(CHAIN)} layers waited {took} s"
         assert (get(out).view(np.uint32) == NAN).all()
         for i, pool in enumerate(pools):
-            why = "nor had it answered another pool in time" if i else "400 ms"
+            why = "nor had it answered another pool in time" if i else r"4\d\d ms"
             with pytest.raises(moepool.StateError, match=rf"{why}.*[Mm]ake a new pool"):
                 pool.stats()
             pool.close()
