@@ -26,9 +26,10 @@ void load_decode_kernels(const Matrix &matrix) {
 
 StepConfig configure_step(const Matrix &gate, const Matrix &up, const Matrix &down, int64_t tokens, int64_t k) {
     const bool single = tokens == 1;
+    const int room = most_dynamic_bytes();
     if (together(gate, up))
-        return {kernels(gate, single).gate_up_config(gate), kernels(down, single).down_config(down, k), {}};
-    const auto pass = [&](const Matrix &m) { return kernels(m, false).down_config(m, k); };
+        return {kernels(gate, single).gate_up_config(gate, room), kernels(down, single).down_config(down, k, room), {}};
+    const auto pass = [&](const Matrix &m) { return kernels(m, false).down_config(m, k, room); };
     return {pass(gate), pass(down), pass(up)};
 }
 

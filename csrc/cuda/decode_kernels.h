@@ -4,22 +4,13 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <string>
 
+#include "cuda/decode_config.h"
 #include "cuda/resolve.h"
 #include "store/store.h"
 
 namespace moepool {
 namespace cuda {
-
-// How a kernel of the step is launched.
-struct DecodeConfig {
-    int warps;         // of a block
-    int stages;        // panels that a warp has in flight
-    int rounds;        // panels that it multiplies before the block adds sums up
-    int shared_bytes;  // of a block
-    std::string text() const;
-};
 
 struct StepConfig {
     DecodeConfig gate_up, down;
@@ -43,8 +34,8 @@ struct DecodeKernels {
     void (*load)(int shared_bytes);
     void (*gate_up)(const Matrix &, const Matrix &, const Step &, const ResolveArguments &, cudaStream_t);
     void (*down)(const Matrix &, const Step &, cudaStream_t);
-    DecodeConfig (*gate_up_config)(const Matrix &);
-    DecodeConfig (*down_config)(const Matrix &, int64_t k);
+    DecodeConfig (*gate_up_config)(const Matrix &, int room);
+    DecodeConfig (*down_config)(const Matrix &, int64_t k, int room);
 };
 extern const DecodeKernels single_kernels[kTypeCount], tile_kernels[kTypeCount];
 // Gate, or up behind it, as a pass over tiles. Its configuration is that of down.

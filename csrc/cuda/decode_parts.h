@@ -1,10 +1,10 @@
 // What the decode kernels of a single token and of more have in common.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 
 #include "cuda/chunk.h"
+#include "cuda/decode_config.h"
 #include "cuda/decode_kernels.h"
 #include "cuda/launch.h"
 #include "cuda/pipeline.h"
@@ -14,49 +14,7 @@ namespace moepool {
 namespace cuda {
 namespace {
 
-// Where a matrix lies in a record.
-struct Part {
-    int64_t rows, columns, panels, row_group, bias, scale;
-    int row_groups, chunks;
-    int last_width;  // of the last chunk
-    explicit Part(const Matrix &m)
-        : rows(m.rows),
-          columns(m.columns),
-          panels(m.panels),
-          row_group(m.row_group),
-          bias(m.bias),
-          scale(m.scale),
-          row_groups(static_cast<int>(m.row_groups())),
-          chunks(static_cast<int>((m.columns + kChunkColumns - 1) / kChunkColumns)),
-          last_width(static_cast<int>(m.columns - int64_t{chunks - 1} * kChunkColumns)) {}
-};
-
-template <class T>
-constexpr bool kFloats = Decode<T>::kForm == Form::kFloat;
-
-// Bytes of one chunk of one activation row in shared memory.
-template <class T>
-constexpr int kStagedBytes =
-    kFloats<T> ? kChunkColumns * 4 : kChunkColumns / kBlockColumns * static_cast<int>(sizeof(ActivationBlock));
-
-template <class T>
-constexpr int kPanelBytes = 4 * kPanelRows * T::info.panel_words(kChunkColumns);
-
-// How a block is divided, so that each warp has the same number of turns. units: panels of a job; budget: the most
-// bytes of panels in flight; bytes(warps, stages, rounds, panel): of shared memory.
-template <class Bytes>
-DecodeConfig configure(int units, int most_warps, int most_rounds, int budget, int panel_bytes, const Bytes &bytes) {
-    const int room = most_dynamic_bytes() - bytes(most_warps, 1, most_rounds, 0);
-    const int panels = std::max(1, std::min(budget, room) / panel_bytes);
-    DecodeConfig c{};
-    const int most = std::min({most_warps, units, panels});
-    const int rounds = (units + most - 1) / most;
-    c.warps = (units + rounds - 1) / rounds;
-    c.stages = std::min({rounds, std::max(1, panels / c.warps), 32});
-    c.rounds = std::min(rounds, most_rounds);
-    c.shared_bytes = bytes(c.warps, c.stages, c.rounds, panel_bytes);
-    return c;
-}
+static_assert(sizeof(ActivationBlock) == kActivationBlockBytes);
 
 template <class T>
 __device__ __forceinline__ int chunk_bytes(int width) {
@@ -153,9 +111,6 @@ struct Shared {
           partial(reinterpret_cast<float *>(barriers + warps * stages)),
           total(partial + partials * 32) {}
 };
-inline int shared_bytes(int warps, int stages, int panel_bytes, int staged_bytes, int partials, int totals) {
-    return warps * stages * (panel_bytes + 8) + staged_bytes + (partials + totals) * 128;
-}
 inline dim3 threads(const DecodeConfig &c) { return dim3(32, static_cast<unsigned>(c.warps)); }
 
 __device__ __forceinline__ void copy_tail(const Residents &residents, const DecodeTile &tile) {

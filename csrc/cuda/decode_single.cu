@@ -12,11 +12,7 @@ namespace cuda {
 
 namespace {
 
-constexpr int kGateUpWarps = 16;  // of a block, at most
-constexpr int kDownWarps = 16;
-constexpr int kMostRounds = 4;  // of panels that a warp multiplies before the block adds sums up
-// Bytes of panels in flight in a block: of most types a block of down then fits beside one of gate/up.
-constexpr int kBudget = 112 << 10;
+using namespace single_token;
 
 // Waits for the books. Their block runs: it is block 0 of gate/up, and blocks are begun in the order of their numbers.
 // CUDA promises that nowhere, but every device does it, and other libraries count on it as well.
@@ -51,12 +47,6 @@ __device__ __forceinline__ void quantise_piece(const float (&value)[4], const Pa
     const int block = 4 * piece + lane / 8;
     quantise_four(value, block < part.columns / kBlockColumns, lane,
                   reinterpret_cast<ActivationBlock *>(staged) + block);
-}
-
-// Bytes of the staged row: whole, or of floats a chunk a warp.
-template <class T>
-MOEPOOL_BOTH int input_bytes(const Part &part, int warps) {
-    return (kFloats<T> ? warps : part.chunks) * kStagedBytes<T>;
 }
 
 // The books of the step, kept by the first block, and the hidden rows: a block computes 32 columns of one place. Unit u
@@ -369,28 +359,12 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
     }
 }
 
-template <class T>
-DecodeConfig gate_up_config(const Matrix &gate) {
-    const Part part(gate);
-    return configure(2 * part.chunks, kGateUpWarps, kMostRounds, kBudget, kPanelBytes<T>,
-                     [&](int warps, int stages, int rounds, int panel) {
-                         return shared_bytes(warps, stages, panel, input_bytes<T>(part, warps), warps * rounds, 0);
-                     });
-}
-template <class T>
-DecodeConfig down_config(const Matrix &down, int64_t k) {
-    const int places = static_cast<int>(k);
-    return configure(places * Part(down).chunks, kDownWarps, kMostRounds, kBudget, kPanelBytes<T>,
-                     [&](int warps, int stages, int rounds, int panel) {
-                         return shared_bytes(warps, stages, panel, warps * kStagedBytes<T>, warps * rounds, places) +
-                                places * static_cast<int>(sizeof(Looked) + sizeof(float));
-                     });
-}
+static_assert(sizeof(Looked) + sizeof(float) == kPlaceBytes);
 
 template <class T>
 void launch_gate_up(const Matrix &gate, const Matrix &up, const Step &step, const ResolveArguments &arguments,
                     cudaStream_t stream) {
-    const DecodeConfig c = gate_up_config<T>(gate);
+    const DecodeConfig c = gate_up_config<T>(gate, most_dynamic_bytes());
     const int shared = std::max(c.shared_bytes, resolve_shared_bytes(step.residents.experts, arguments.slots));
     launch(step.bell.state ? gate_up_single<T, true> : gate_up_single<T, false>,
            static_cast<unsigned>(1 + step.k * gate.row_groups()), threads(c), shared, stream, step, arguments,
@@ -398,7 +372,7 @@ void launch_gate_up(const Matrix &gate, const Matrix &up, const Step &step, cons
 }
 template <class T>
 void launch_down(const Matrix &down, const Step &step, cudaStream_t stream) {
-    const DecodeConfig c = down_config<T>(down, step.k);
+    const DecodeConfig c = down_config<T>(down, step.k, most_dynamic_bytes());
     launch_behind(!step.bell.by_nodes, step.bell.state ? down_single<T, true> : down_single<T, false>,
                   static_cast<unsigned>(down.row_groups()), threads(c), c.shared_bytes, stream, step, Part(down),
                   c.stages, c.rounds);

@@ -7,12 +7,9 @@ namespace cuda {
 
 namespace {
 
-constexpr int kTileWarps = 8;          // of a block, at most
-constexpr int kSubBatch = 2;           // places that a panel is multiplied with at once
+using namespace tiles;
+
 constexpr unsigned kAnswerBlocks = 8;  // of down_tiles, that take the CPU's answer
-// Bytes of panels in flight in a block: enough to hide the memory's latency, little enough that several blocks fit a
-// multiprocessor.
-constexpr int kBudget = 40 << 10;
 
 // The panels of kMatrices parts of a tile's row group: unit u is chunk u / kMatrices of part u % kMatrices.
 // total[part][t] gathers the chunks in their order. stage(target, place, chunk) brings an activation row to shared
@@ -119,7 +116,7 @@ __device__ __forceinline__ void read_places(const Step &step, const DecodeTile &
 }
 
 template <class T>
-__global__ void __launch_bounds__(32 * kTileWarps, 3)
+__global__ void __launch_bounds__(32 * kWarps, 3)
     gate_up_tiles(const Step step, const Part gate, const Part up, int stages) {
     extern __shared__ __align__(128) uint8_t memory[];
     __shared__ int places[kMostDecodeTokens];
@@ -150,8 +147,7 @@ __global__ void __launch_bounds__(32 * kTileWarps, 3)
 
 // Gate or up, if they differ in type. Gate leaves its rows to up, which makes the hidden ones.
 template <class T>
-__global__ void __launch_bounds__(32 * kTileWarps, 3)
-    half_tiles(const Step step, const Part part, bool is_up, int stages) {
+__global__ void __launch_bounds__(32 * kWarps, 3) half_tiles(const Step step, const Part part, bool is_up, int stages) {
     extern __shared__ __align__(128) uint8_t memory[];
     __shared__ int places[kMostDecodeTokens];
     const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y;
@@ -196,7 +192,7 @@ __global__ void __launch_bounds__(32 * kTileWarps, 3)
 
 // The first `answer_blocks` blocks take the CPU's answer.
 template <class T>
-__global__ void __launch_bounds__(32 * kTileWarps, 3)
+__global__ void __launch_bounds__(32 * kWarps, 3)
     down_tiles(const Step step, const Part down, int stages, unsigned answer_blocks) {
     extern __shared__ __align__(128) uint8_t memory[];
     __shared__ int places[kMostDecodeTokens];
@@ -260,40 +256,23 @@ __global__ void combine_tiles(const Step step, int64_t columns) {
 }
 
 template <class T>
-DecodeConfig tile_config(int units, int totals) {
-    return configure(units, kTileWarps, 1, kBudget, kPanelBytes<T>, [&](int warps, int stages, int, int panel) {
-        return shared_bytes(warps, stages, panel, warps * kSubBatch * kStagedBytes<T>, warps * kMostDecodeTokens,
-                            totals);
-    });
-}
-
-template <class T>
-DecodeConfig gate_up_config(const Matrix &gate) {
-    return tile_config<T>(2 * Part(gate).chunks, 2 * kMostDecodeTokens);
-}
-template <class T>
-DecodeConfig down_config(const Matrix &down, int64_t) {
-    return tile_config<T>(Part(down).chunks, kMostDecodeTokens);
-}
-
-template <class T>
 void launch_gate_up(const Matrix &gate, const Matrix &up, const Step &step, const ResolveArguments &,
                     cudaStream_t stream) {
-    const DecodeConfig c = gate_up_config<T>(gate);
+    const DecodeConfig c = gate_up_config<T>(gate, most_dynamic_bytes());
     launch(gate_up_tiles<T>, static_cast<unsigned>(step.most_tiles * gate.row_groups()), threads(c), c.shared_bytes,
            stream, step, Part(gate), Part(up), c.stages);
 }
 
 template <class T>
 void launch_half(const Matrix &matrix, bool is_up, const Step &step, cudaStream_t stream) {
-    const DecodeConfig c = down_config<T>(matrix, step.k);
+    const DecodeConfig c = down_config<T>(matrix, step.k, most_dynamic_bytes());
     launch(half_tiles<T>, static_cast<unsigned>(step.most_tiles * matrix.row_groups()), threads(c), c.shared_bytes,
            stream, step, Part(matrix), is_up, c.stages);
 }
 
 template <class T>
 void launch_down(const Matrix &down, const Step &step, cudaStream_t stream) {
-    const DecodeConfig c = down_config<T>(down, step.k);
+    const DecodeConfig c = down_config<T>(down, step.k, most_dynamic_bytes());
     const unsigned answers = step.bell.state ? kAnswerBlocks : 0;
     launch_behind(!step.bell.by_nodes, down_tiles<T>,
                   answers + static_cast<unsigned>(step.most_tiles * down.row_groups()), threads(c), c.shared_bytes,

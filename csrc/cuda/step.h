@@ -1,6 +1,8 @@
 // What the kernels of a decode step share.
 #pragma once
 
+#include <cuda_runtime.h>
+
 #include <cstdint>
 
 #include "cuda/activate.h"

@@ -1,0 +1,142 @@
+// How the decode kernels divide their blocks, and the shared memory that these take. Of the host alone, for a device
+// with whatever room.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "cuda/step.h"
+#include "quant/types.h"
+#include "store/store.h"
+
+namespace moepool {
+namespace cuda {
+
+// How a kernel of the step is launched.
+struct DecodeConfig {
+    int warps;         // of a block
+    int stages;        // panels that a warp has in flight
+    int rounds;        // panels that it multiplies before the block adds sums up
+    int shared_bytes;  // of a block
+    std::string text() const;
+};
+
+namespace {
+
+// Where a matrix lies in a record.
+struct Part {
+    int64_t rows, columns, panels, row_group, bias, scale;
+    int row_groups, chunks;
+    int last_width;  // of the last chunk
+    explicit Part(const Matrix &m)
+        : rows(m.rows),
+          columns(m.columns),
+          panels(m.panels),
+          row_group(m.row_group),
+          bias(m.bias),
+          scale(m.scale),
+          row_groups(static_cast<int>(m.row_groups())),
+          chunks(static_cast<int>((m.columns + kChunkColumns - 1) / kChunkColumns)),
+          last_width(static_cast<int>(m.columns - int64_t{chunks - 1} * kChunkColumns)) {}
+};
+
+template <class T>
+constexpr bool kFloats = T::info.block == 1;
+
+// Bytes of one chunk of one activation row in shared memory.
+constexpr int kActivationBlockBytes = 48;
+template <class T>
+constexpr int kStagedBytes = kFloats<T> ? kChunkColumns * 4 : kChunkColumns / kBlockColumns * kActivationBlockBytes;
+
+template <class T>
+constexpr int kPanelBytes = 4 * kPanelRows * T::info.panel_words(kChunkColumns);
+
+// How a block is divided, so that each warp has the same number of turns. units: panels of a job; budget: the most
+// bytes of panels in flight; room: bytes of shared memory that a block may take; bytes(warps, stages, rounds, panel):
+// that it takes.
+template <class Bytes>
+DecodeConfig configure(int units, int most_warps, int most_rounds, int budget, int room, int panel_bytes,
+                       const Bytes &bytes) {
+    room -= bytes(most_warps, 1, most_rounds, 0);
+    const int panels = std::max(1, std::min(budget, room) / panel_bytes);
+    DecodeConfig c{};
+    const int most = std::min({most_warps, units, panels});
+    const int rounds = (units + most - 1) / most;
+    c.warps = (units + rounds - 1) / rounds;
+    c.stages = std::min({rounds, std::max(1, panels / c.warps), 32});
+    c.rounds = std::min(rounds, most_rounds);
+    c.shared_bytes = bytes(c.warps, c.stages, c.rounds, panel_bytes);
+    return c;
+}
+
+inline int shared_bytes(int warps, int stages, int panel_bytes, int staged_bytes, int partials, int totals) {
+    return warps * stages * (panel_bytes + 8) + staged_bytes + (partials + totals) * 128;
+}
+
+// Of a single token.
+namespace single_token {
+
+constexpr int kGateUpWarps = 16;  // of a block, at most
+constexpr int kDownWarps = 16;
+constexpr int kMostRounds = 4;  // of panels that a warp multiplies before the block adds sums up
+// Bytes of panels in flight in a block: of most types a block of down then fits beside one of gate/up.
+constexpr int kBudget = 112 << 10;
+constexpr int kPlaceBytes = 20;  // of down: where its expert lies, and its weight
+
+// Bytes of the staged row: whole, or of floats a chunk a warp.
+template <class T>
+MOEPOOL_BOTH int input_bytes(const Part &part, int warps) {
+    return (kFloats<T> ? warps : part.chunks) * kStagedBytes<T>;
+}
+
+template <class T>
+DecodeConfig gate_up_config(const Matrix &gate, int room) {
+    const Part part(gate);
+    return configure(2 * part.chunks, kGateUpWarps, kMostRounds, kBudget, room, kPanelBytes<T>,
+                     [&](int warps, int stages, int rounds, int panel) {
+                         return shared_bytes(warps, stages, panel, input_bytes<T>(part, warps), warps * rounds, 0);
+                     });
+}
+template <class T>
+DecodeConfig down_config(const Matrix &down, int64_t k, int room) {
+    const int places = static_cast<int>(k);
+    return configure(places * Part(down).chunks, kDownWarps, kMostRounds, kBudget, room, kPanelBytes<T>,
+                     [&](int warps, int stages, int rounds, int panel) {
+                         return shared_bytes(warps, stages, panel, warps * kStagedBytes<T>, warps * rounds, places) +
+                                places * kPlaceBytes;
+                     });
+}
+
+}  // namespace single_token
+
+// Of more, whose places are cut into tiles.
+namespace tiles {
+
+constexpr int kWarps = 8;     // of a block, at most
+constexpr int kSubBatch = 2;  // places that a panel is multiplied with at once
+// Bytes of panels in flight in a block: enough to hide the memory's latency, little enough that several blocks fit a
+// multiprocessor.
+constexpr int kBudget = 40 << 10;
+
+template <class T>
+DecodeConfig config(int units, int totals, int room) {
+    return configure(units, kWarps, 1, kBudget, room, kPanelBytes<T>, [&](int warps, int stages, int, int panel) {
+        return shared_bytes(warps, stages, panel, warps * kSubBatch * kStagedBytes<T>, warps * kMostDecodeTokens,
+                            totals);
+    });
+}
+template <class T>
+DecodeConfig gate_up_config(const Matrix &gate, int room) {
+    return config<T>(2 * Part(gate).chunks, 2 * kMostDecodeTokens, room);
+}
+template <class T>
+DecodeConfig down_config(const Matrix &down, int64_t, int room) {
+    return config<T>(Part(down).chunks, kMostDecodeTokens, room);
+}
+
+}  // namespace tiles
+
+}  // namespace
+}  // namespace cuda
+}  // namespace moepool
