@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import run
+from tests.programs import compile_for_host, run
 
 ROOT = Path(__file__).parents[1]
 NATIVE = ROOT / "tests" / "native"
@@ -16,7 +16,5 @@ NATIVE = ROOT / "tests" / "native"
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_usual_layers_fit_every_device(tmp_path: Path) -> None:
     program = tmp_path / "decode_config"
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-    includes = [f"-I{folder}" for folder in (NATIVE, ROOT / "csrc", ROOT / "include")]
-    run("g++", *flags, *includes, NATIVE / "decode_config.cpp", "-o", program)
+    compile_for_host(program, NATIVE / "decode_config.cpp")
     assert run(program) == "110 layers\n"

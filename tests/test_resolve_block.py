@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.programs import run
+from tests.programs import compile_for_host, run
 
 ROOT = Path(__file__).parents[1]
 NATIVE = ROOT / "tests" / "native"
@@ -21,10 +21,7 @@ NATIVE = ROOT / "tests" / "native"
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 def test_the_device_takes_the_steps_of_the_law(tmp_path: Path) -> None:
     program = tmp_path / "resolve_block"
-    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas"]
-    includes = [f"-I{folder}" for folder in (NATIVE, ROOT / "csrc", ROOT / "include")]
-    sources = [NATIVE / "resolve_block.cpp", ROOT / "csrc" / "pool" / "residency.cpp"]
-    run("g++", *flags, *includes, *sources, "-o", program)
+    compile_for_host(program, NATIVE / "resolve_block.cpp", ROOT / "csrc" / "pool" / "residency.cpp")
     told = run(program, 0, 120)
     counts = {name.strip(): int(count) for count, name in re.findall(r"(\d+) ([a-z ]+)", told)}
     assert counts["steps"] == 120 * 60
