@@ -373,18 +373,33 @@ def test_a_failing_nvcc_fails_the_build_and_shows_why(tree: SmallTree) -> None:
     assert tree.build_info()["cuda"] == ""
 
 
+def make_nvcc(tree: SmallTree, release: str, compiles: str) -> str:
+    """A program that answers as nvcc does, and runs a command of the shell where it is to compile."""
+    answers = (
+        'case "$*" in\n'
+        f"*--version*) echo 'nvcc: release {release}, V{release}.1';;\n"
+        "*--list-gpu-arch*) echo compute_80; echo compute_90;;\n"
+        "*--dryrun*) echo '#$ LIBRARIES=  \"-L/nowhere\"';;\n"
+        f"*) {compiles};;\n"
+        "esac"
+    )
+    return str(make_program(tree.root / "nvcc", answers))
+
+
+@needs_checkout
+def test_an_nvcc_that_is_too_old_says_what_to_do(tree: SmallTree) -> None:
+    tree.write("csrc/kernel.cu", "")
+    nvcc = make_nvcc(tree, "11.8", "exit 2")
+    done = tree.try_build(CUDACXX=nvcc, MOEPOOL_CUDA="auto", MOEPOOL_CUDA_ARCHS="80")
+    assert done.returncode != 0
+    assert "is of CUDA 11.8, moepool needs 12.3 or newer" in done.stderr
+    assert "MOEPOOL_CUDA=off" in done.stderr
+
+
 @needs_checkout
 def test_an_nvcc_that_fails_on_a_kernel_is_no_different(tree: SmallTree) -> None:
     tree.write("csrc/kernel.cu", "")
-    answers = (
-        'case "$*" in\n'
-        "*--version*) echo 'nvcc: release 12.4, V12.4.1';;\n"
-        "*--list-gpu-arch*) echo compute_80; echo compute_90;;\n"
-        "*--dryrun*) echo '#$ LIBRARIES=  \"-L/nowhere\"';;\n"
-        "*) echo kernel.cu: too many registers >&2; exit 2;;\n"
-        "esac"
-    )
-    nvcc = str(make_program(tree.root / "nvcc", answers))
+    nvcc = make_nvcc(tree, "12.4", "echo kernel.cu: too many registers >&2; exit 2")
     done = tree.try_build(CUDACXX=nvcc, MOEPOOL_CUDA="auto", MOEPOOL_CUDA_ARCHS="80;90")
     assert done.returncode != 0
     assert "too many registers" in done.stderr

@@ -4,6 +4,7 @@ composed."""
 from __future__ import annotations
 
 import math
+import pickle
 from typing import Any
 
 import numpy as np
@@ -265,6 +266,9 @@ def test_arrays_of_any_kind_take_the_same_step(other: str, layer: moepool.Layer)
     outcomes = []
     for short in (True, False):
         given = {"x": X.copy(), "ids": IDS.copy(), "weights": WEIGHTS.copy()}
+        given = {
+            name: pickle.loads(pickle.dumps(array)) for name, array in given.items()
+        }  # dtypes of their own
         given[other].flags.writeable = short
         with moepool.Pool(layer, 1) as pool:
             ffn = moepool.ExpertFFN(pool)

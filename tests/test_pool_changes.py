@@ -193,6 +193,10 @@ def test_resize_has_limits(on: On, layer: moepool.Layer, pool: moepool.Pool) -> 
         assert plain.resize(1) == 1 and plain.resize(4) == 4
         with pytest.raises(moepool.ArgumentError, match="5 slots, but the pool was made for at most 4"):
             plain.resize(5)
+        with warnings.catch_warnings():  # more than there are experts is no excuse to warn first
+            warnings.simplefilter("error")
+            with pytest.raises(moepool.ArgumentError, match="99 slots, but the pool was made for at most 4"):
+                plain.resize(99)
     with pytest.raises(moepool.ArgumentError, match="max_slots is 3; it must be from 4"):
         on.pool(layer, 4, max_slots=3)
     with on.pool(layer, 4, policy="pinned", hot=[8, 9]) as pinned:

@@ -297,7 +297,7 @@ class Workers {
     }
 
     static thread_local bool inside;                 // a body is running on this thread
-    static thread_local std::atomic<bool> *stopped;  // of the call whose items it has taken
+    static thread_local std::atomic<bool> *stopped;  // of the call whose items it takes; NULL: of none
 
   private:
     // False: the system starts no more, and nobody asked for more.
@@ -341,6 +341,7 @@ class Workers {
             }
             ++done;
         }
+        stopped = nullptr;
         if (done && job.undone.fetch_sub(done) == done && job.sleeping.load()) {
             const std::lock_guard<std::mutex> lock(mutex_);
             done_.notify_all();
@@ -461,7 +462,7 @@ void parallel_for(int64_t count, int64_t second, void (*body)(void *, int64_t), 
 
 bool await_zero(const std::atomic<int32_t> &count) {
     const auto zero = [&] { return count.load(std::memory_order_acquire) == 0; };
-    if (zero()) return true;
+    if (zero()) return true;  // always, where a call runs on its caller alone: in rising order
     while (!spin([&] { return zero() || Workers::stopped->load(std::memory_order_relaxed); })) {
         if (interrupt.due()) Workers::stopped->store(true);
         std::this_thread::yield();  // whoever works at it may have lost its CPU to this thread

@@ -26,7 +26,8 @@ void parallel_for(int64_t count, Body &&body) {
 }
 
 // For a body that needs what earlier items of its call make: these are in somebody's hands, for items are handed out in
-// rising order. Waits until they have counted down to 0; false: the call is stopped, and they may never do.
+// rising order. To be called within a body. Waits until they have counted down to 0; false: the call is stopped, and
+// they may never do.
 bool await_zero(const std::atomic<int32_t> &count);
 
 // While one lives, parallel_for on its thread may ask what set_interrupt was given, and then fails with

@@ -251,7 +251,10 @@ def load_toolkit(nvcc: str, env: Mapping[str, str]) -> Toolkit:
     if not version or not known or not libraries:
         raise NvccError(f"{nvcc} does not answer as nvcc does:\n{profile}")
     if tuple(map(int, version[1].split("."))) < (12, 3):
-        raise NvccError(f"{nvcc} is of CUDA {version[1]}: moepool needs 12.3 or newer")
+        raise NvccError(
+            f"{nvcc} is of CUDA {version[1]}, moepool needs 12.3 or newer: set CUDACXX to another nvcc, or "
+            "MOEPOOL_CUDA=off"
+        )
     archs = select_archs(env.get("MOEPOOL_CUDA_ARCHS") or "native", sorted(known, key=int))
     # Debian's own toolkit has its headers in /usr/include and names no folder.
     folders = ("-isystem", includes[1]) if includes else ()
