@@ -8,7 +8,7 @@
 //   splat(x)            an int32 in all lanes
 //   kSide               vectors of rows that its registers hold the codes of a block for: what is loaded of an
 //                       activation then serves them all. kFloatSide: the same for the float types, for one column
-//   kReadsPages         whether its processors read pages ahead by themselves as fast as memory gives them
+//   kReadsPages         whether pages are left to its processors, which read them ahead as fast as memory gives them
 //   zero(most)          the code that dot takes for zero, if codes go up to `most`
 //   dot<kMost, from, n>(a, u, q)   adds to each a[i], i < kSide, the sum over the words u[i][from], ... (n of them) of
 //                       each of their bytes (up to kMost) less zero(kMost), times the q of its column, -127 .. 127
@@ -43,7 +43,7 @@ struct Prefetch {
     static constexpr int kLineWords = 16;
     static constexpr int kWords = T::info.panel_words(kChunkColumns) * kPanelRows;
     static constexpr int kFirst = T::info.word(1, kChunkColumns / T::info.block) * kPanelRows;
-    static constexpr bool kPages = L::kReadsPages && kSteps == kChunkBlocks && (kWords - kFirst) * 4 >= 8192;
+    static constexpr bool kPages = L::kReadsPages && (kWords - kFirst) * 4 >= 8192;
     static constexpr int kLines = (kWords / kLineWords + kSteps - 1) / kSteps;
     const uint32_t *second;  // the panel after the next
     const bool ahead;
@@ -91,7 +91,7 @@ struct Flag {
 // Types whose panels are unrolled for one activation, too: decoding is the limit, or, for super-blocks where pages are
 // asked for ahead, a loop was slower.
 template <class T, class L>
-constexpr bool kAlwaysUnrolled = T::info.block == kChunkColumns && (L::kLanes < 16 || !L::kReadsPages);
+constexpr bool kAlwaysUnrolled = T::info.block == kChunkColumns && !L::kReadsPages;
 template <class L>
 constexpr bool kAlwaysUnrolled<Q2_K, L> = true;
 template <class L>

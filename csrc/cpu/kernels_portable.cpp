@@ -9,7 +9,7 @@ struct Scalar {
     using W = uint32_t;
     using F = float;
     static constexpr int kLanes = 1, kSide = 1, kFloatSide = 1;
-    static constexpr bool kReadsPages = true;
+    static constexpr bool kReadsPages = false;
 
     static W load(const uint32_t *p) { return *p; }
     static void store(float *p, F f) { *p = f; }

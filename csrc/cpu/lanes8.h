@@ -5,7 +5,7 @@ struct Lanes8 {
     typedef uint32_t W __attribute__((vector_size(32)));
     typedef float F __attribute__((vector_size(32)));
     static constexpr int kLanes = 8, kSide = 1, kFloatSide = 4;
-    static constexpr bool kReadsPages = true;
+    static constexpr bool kReadsPages = false;
 
     static W load(const uint32_t *p) { return (W)_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)); }
     static void store(float *p, F f) { _mm256_storeu_ps(p, (__m256)f); }
