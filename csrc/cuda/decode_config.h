@@ -110,29 +110,63 @@ DecodeConfig down_config(const Matrix &down, int64_t k, int room) {
 
 }  // namespace single_token
 
-// Of more, whose places are cut into tiles.
+// Of more, whose places are cut into tiles. A warp has 32 rows of a matrix to itself.
 namespace tiles {
 
-constexpr int kWarps = 8;     // of a block, at most
+#ifndef GU_STAGES
+#define GU_STAGES 2
+#endif
+#ifndef GU_BUDGET
+#define GU_BUDGET 64
+#endif
+#ifndef GU_BLOCKS
+#define GU_BLOCKS 8
+#endif
+#ifndef DN_WARPS
+#define DN_WARPS 4
+#endif
+#ifndef DN_STAGES
+#define DN_STAGES 2
+#endif
+#ifndef DN_BLOCKS
+#define DN_BLOCKS 4
+#endif
+constexpr int kGateUpWarps = 2;  // of a block: one for gate, one for up
+constexpr int kDownWarps = DN_WARPS;
 constexpr int kSubBatch = 2;  // places that a panel is multiplied with at once
-// Bytes of panels in flight in a block: enough to hide the memory's latency, little enough that several blocks fit a
-// multiprocessor.
-constexpr int kBudget = 40 << 10;
+// Stages of a warp, and bytes of panels in flight in a block: enough to hide the memory's latency, little enough that
+// several blocks fit a multiprocessor.
+constexpr int kGateUpStages = GU_STAGES, kDownStages = DN_STAGES;
+constexpr int kBudget = GU_BUDGET << 10;
 
+// A panel, and the rows of activations that come with it.
 template <class T>
-DecodeConfig config(int units, int totals, int room) {
-    return configure(units, kWarps, 1, kBudget, room, kPanelBytes<T>, [&](int warps, int stages, int, int panel) {
-        return shared_bytes(warps, stages, panel, warps * kSubBatch * kStagedBytes<T>, warps * kMostDecodeTokens,
-                            totals);
-    });
+constexpr int kStageBytes = kPanelBytes<T> + (kFloats<T> ? 0 : kSubBatch * kStagedBytes<T>);
+
+// sums: of how many warps there are sums of each place, at least.
+template <class T>
+DecodeConfig config(int chunks, int most_warps, int most_stages, int sums, int room) {
+    const auto bytes = [&](int warps, int stages) {
+        return warps * (stages * (kStageBytes<T> + 8) + kSubBatch * kStagedBytes<T>) +
+               std::max(sums, warps) * kMostDecodeTokens * 128;
+    };
+    const int panels = std::max(1, kBudget / kStageBytes<T>);
+    DecodeConfig c{};
+    c.rounds = 1;
+    c.warps = std::max(1, std::min(most_warps, panels));
+    while (c.warps > 1 && bytes(c.warps, 1) > room) --c.warps;
+    c.stages = std::max(1, std::min({most_stages, chunks, panels / c.warps}));
+    while (c.stages > 1 && bytes(c.warps, c.stages) > room) --c.stages;
+    c.shared_bytes = bytes(c.warps, c.stages);
+    return c;
 }
 template <class T>
 DecodeConfig gate_up_config(const Matrix &gate, int room) {
-    return config<T>(2 * Part(gate).chunks, 2 * kMostDecodeTokens, room);
+    return config<T>(Part(gate).chunks, kGateUpWarps, kGateUpStages, 2, room);
 }
 template <class T>
 DecodeConfig down_config(const Matrix &down, int64_t, int room) {
-    return config<T>(Part(down).chunks, kMostDecodeTokens, room);
+    return config<T>(Part(down).chunks, kDownWarps, kDownStages, 1, room);
 }
 
 }  // namespace tiles

@@ -81,19 +81,24 @@ __device__ __forceinline__ void stage_hidden(uint8_t *target, const Step &step, 
     }
 }
 
-// A panel in shared memory times kBatch staged rows, this lane's row of weights: sums go to out[t * 32].
+// A panel in shared memory times kBatch staged rows, this lane's row of weights, added to the sums.
 template <class T, int kBatch>
 __device__ __forceinline__ void multiply_panel(const uint8_t *panel, int width, const uint8_t *staged, int lane,
-                                               float *out) {
+                                               float (&sum)[kBatch]) {
     const auto *words = reinterpret_cast<const uint32_t *>(panel) + lane;
     const StagedRows<T> rows{staged};
-    float sum[kBatch] = {};
     if (width == kChunkColumns)
         multiply_chunk<T, SharedLane, kBatch, true>(words, width, rows, sum);
     else if constexpr (T::info.block < kChunkColumns)
         multiply_chunk<T, SharedLane, kBatch, false>(words, width, rows, sum);
-#pragma unroll
-    for (int t = 0; t < kBatch; ++t) out[t * 32] = sum[t];
+}
+// Of one row, to where the sum goes.
+template <class T>
+__device__ __forceinline__ void multiply_panel(const uint8_t *panel, int width, const uint8_t *staged, int lane,
+                                               float *out) {
+    float sum[1] = {};
+    multiply_panel<T, 1>(panel, width, staged, lane, sum);
+    *out = sum[0];
 }
 
 // The dynamic shared memory of a block.

@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, 2)
             if (unit == warp && warp + beginners < warps) start(panels.of_warp(beginners), warp + beginners);
             if (fill) panels.copy_out(panel, fill + offset(unit), bytes(unit));
             if (!kBell || !host)
-                multiply_panel<T, 1>(panel, width, staged, lane, shared.partial + (unit - first) * 32 + lane);
+                multiply_panel<T>(panel, width, staged, lane, shared.partial + (unit - first) * 32 + lane);
             if (fill) panels.finish_stores();
             __syncwarp();
             const int next = unit + warps * stages;
@@ -297,7 +297,7 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
             if (computes || fill) {
                 const uint8_t *panel = panels.take();
                 if (fill) panels.copy_out(panel, fill + offset(mine), bytes(mine));
-                if (computes) multiply_panel<T, 1>(panel, chunk_width(down, mine.chunk), staged, lane, partial);
+                if (computes) multiply_panel<T>(panel, chunk_width(down, mine.chunk), staged, lane, partial);
                 if (fill) panels.finish_stores();
                 __syncwarp();
             }

@@ -28,10 +28,10 @@ void allow_shared(void (*kernel)(Parameters...), int bytes) {
 }
 
 template <class... Parameters, class... Arguments>
-void launch_behind(bool overlapping, void (*kernel)(Parameters...), unsigned blocks, dim3 threads, int shared_bytes,
+void launch_behind(bool overlapping, void (*kernel)(Parameters...), dim3 blocks, dim3 threads, int shared_bytes,
                    cudaStream_t stream, const Arguments &...arguments) {
     cudaLaunchConfig_t config = {};
-    config.gridDim = dim3(blocks);
+    config.gridDim = blocks;
     config.blockDim = threads;
     config.dynamicSmemBytes = static_cast<size_t>(shared_bytes);
     config.stream = stream;
@@ -43,7 +43,7 @@ void launch_behind(bool overlapping, void (*kernel)(Parameters...), unsigned blo
     check(cudaLaunchKernelEx(&config, kernel, arguments...), "launching a decode kernel");
 }
 template <class... Parameters, class... Arguments>
-void launch(void (*kernel)(Parameters...), unsigned blocks, dim3 threads, int shared_bytes, cudaStream_t stream,
+void launch(void (*kernel)(Parameters...), dim3 blocks, dim3 threads, int shared_bytes, cudaStream_t stream,
             const Arguments &...arguments) {
     launch_behind(true, kernel, blocks, threads, shared_bytes, stream, arguments...);
 }

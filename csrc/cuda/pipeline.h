@@ -63,33 +63,52 @@ class Panels {
         return theirs;
     }
 
-    // Starts the copy of the warp's next panel. A stage that was in use must have been released.
-    __device__ void fetch(const uint8_t *source, int bytes) {
+    // Begins the next stage: so many bytes will come into it. If it was in use, it must have been released.
+    __device__ int expect(int bytes) {
         const int stage = fetched_;
-        fetched_ = next(stage);
-        uint8_t *target = memory_ + stage * bytes_;
+        fetched_ = after(stage);
 #if __CUDA_ARCH__ >= 900
-        if (lane_ == 0) {
-            const uint32_t barrier = shared_address(barriers_ + stage);
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes)
+        if (lane_ == 0)
+            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
+                             shared_address(barriers_ + stage)),
+                         "r"(bytes)
                          : "memory");
+#endif
+        return stage;
+    }
+    // Starts a copy into a stage by each lane from `first` up to `end`: `bytes` from `source` to `at` in it.
+    __device__ void fetch(int stage, int first, int end, const uint8_t *source, int at, int bytes) {
+        uint8_t *const target = memory_ + stage * bytes_;
+#if __CUDA_ARCH__ >= 900
+        if (lane_ >= first && lane_ < end)
             asm volatile(
                 "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                    shared_address(target)),
-                "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(barrier)
+                    shared_address(target + at)),
+                "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(shared_address(barriers_ + stage))
                 : "memory");
-        }
 #else
-        for (int i = 16 * lane_; i < bytes; i += 16 * 32)
-            *reinterpret_cast<int4 *>(target + i) = *reinterpret_cast<const int4 *>(source + i);
+        for (int who = first; who < end; ++who) {
+            const auto *from = reinterpret_cast<const uint8_t *>(
+                __shfl_sync(~0u, reinterpret_cast<unsigned long long>(source), who));
+            uint8_t *const to = target + __shfl_sync(~0u, at, who);
+            const int size = __shfl_sync(~0u, bytes, who);
+            for (int i = 16 * lane_; i < size; i += 16 * 32)
+                *reinterpret_cast<int4 *>(to + i) = *reinterpret_cast<const int4 *>(from + i);
+        }
         __syncwarp();
 #endif
     }
+    // Starts the copy of the warp's next panel, which is a stage.
+    __device__ void fetch(const uint8_t *source, int bytes) { fetch(expect(bytes), 0, 1, source, 0, bytes); }
+    __device__ int stages() const { return stages_; }
+    // The stage that is begun next, and the one behind a stage.
+    __device__ int next() const { return fetched_; }
+    __device__ int after(int stage) const { return stage + 1 == stages_ ? 0 : stage + 1; }
 
-    // Waits for the panel fetched first of those not yet taken.
+    // Waits for the stage begun first of those not yet taken.
     __device__ const uint8_t *take() {
         const int stage = taken_;
-        taken_ = next(stage);
+        taken_ = after(stage);
 #if __CUDA_ARCH__ >= 900
         const uint32_t barrier = shared_address(barriers_ + stage);
         asm volatile(
@@ -126,8 +145,6 @@ class Panels {
     }
 
   private:
-    __device__ int next(int stage) const { return stage + 1 == stages_ ? 0 : stage + 1; }
-
     uint8_t *memory_;
     uint64_t *barriers_;
     const int stages_, bytes_, lane_;

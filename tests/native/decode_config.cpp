@@ -38,8 +38,8 @@ int fits() {
                   "gate/up", s);
             whole(single_token::down_config<T>(down, s.k, room), single_token::kDownWarps, room, T::info.name, "down",
                   s);
-            whole(tiles::gate_up_config<T>(gate, room), tiles::kWarps, room, T::info.name, "gate/up of tiles", s);
-            whole(tiles::down_config<T>(down, s.k, room), tiles::kWarps, room, T::info.name, "down of tiles", s);
+            whole(tiles::gate_up_config<T>(gate, room), tiles::kGateUpWarps, room, T::info.name, "gate/up of tiles", s);
+            whole(tiles::down_config<T>(down, s.k, room), tiles::kDownWarps, room, T::info.name, "down of tiles", s);
         }
     }
     return layers;
