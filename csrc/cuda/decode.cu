@@ -32,10 +32,10 @@ struct Decoder::Workspace {
     DeviceMemory<unsigned long long> steps;
     DeviceMemory<DecodeTile> tiles;
     DeviceMemory<Commit> commits;
-    DeviceMemory<ActivationBlock> input, hidden;
+    DeviceMemory<ActivationBlock> input;
     DeviceMemory<uint4> handed;
     DeviceMemory<uint64_t> handed_x;
-    DeviceMemory<float> gated, hidden_x, rows;
+    DeviceMemory<float> gated, rows;
     DeviceMemory<int32_t> hosted;
     int bell_buffer = -1;
 
@@ -51,11 +51,9 @@ struct Decoder::Workspace {
           tiles(count),
           commits(count),
           input(any_quantised(layer) ? count * layer.matrices()[0].columns / kBlockColumns : 0),
-          hidden(layer.matrices()[2].quantised() ? count * layer.matrices()[2].columns / kBlockColumns : 0),
           handed(quads(layer)),
           handed_x(columns(layer)),
           gated(together(layer) ? 0 : count * layer.matrices()[0].rows),
-          hidden_x(layer.matrices()[2].quantised() ? 0 : count * layer.matrices()[2].columns),
           rows(count * layer.matrices()[2].rows),
           hosted(count) {}
 
@@ -204,8 +202,6 @@ void Decoder::run(const moepool_ids &ids, const moepool_rows &x, const void *wei
     step.x_per_row = x.per_place ? 1 : step.k;
     step.input = w.input.get();
     step.gated = w.gated.get();
-    step.hidden = w.hidden.get();
-    step.hidden_x = w.hidden_x.get();
     step.handed = w.handed.get();
     step.handed_x = w.handed_x.get();
     step.rows = w.rows.get();

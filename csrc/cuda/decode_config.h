@@ -140,17 +140,17 @@ constexpr int kGateUpStages = GU_STAGES, kDownStages = DN_STAGES;
 constexpr int kBudget = GU_BUDGET << 10;
 
 // A panel, and the rows of activations that come with it.
-template <class T>
-constexpr int kStageBytes = kPanelBytes<T> + (kFloats<T> ? 0 : kSubBatch * kStagedBytes<T>);
+template <class T, int kBeside>
+constexpr int kStageBytes = kPanelBytes<T> + kBeside * kStagedBytes<T>;
 
 // sums: of how many warps there are sums of each place, at least.
-template <class T>
+template <class T, int kBeside>
 DecodeConfig config(int chunks, int most_warps, int most_stages, int sums, int room) {
     const auto bytes = [&](int warps, int stages) {
-        return warps * (stages * (kStageBytes<T> + 8) + kSubBatch * kStagedBytes<T>) +
+        return warps * (stages * (kStageBytes<T, kBeside> + 8) + kSubBatch * kStagedBytes<T>) +
                std::max(sums, warps) * kMostDecodeTokens * 128;
     };
-    const int panels = std::max(1, kBudget / kStageBytes<T>);
+    const int panels = std::max(1, kBudget / kStageBytes<T, kBeside>);
     DecodeConfig c{};
     c.rounds = 1;
     c.warps = std::max(1, std::min(most_warps, panels));
@@ -160,13 +160,22 @@ DecodeConfig config(int chunks, int most_warps, int most_stages, int sums, int r
     c.shared_bytes = bytes(c.warps, c.stages);
     return c;
 }
+// Rows of x that come with a panel.
+template <class T>
+constexpr int kBeside = kFloats<T> ? 0 : kSubBatch;
+
 template <class T>
 DecodeConfig gate_up_config(const Matrix &gate, int room) {
-    return config<T>(Part(gate).chunks, kGateUpWarps, kGateUpStages, 2, room);
+    return config<T, kBeside<T>>(Part(gate).chunks, kGateUpWarps, kGateUpStages, 2, room);
+}
+// Gate or up, as a pass of its own.
+template <class T>
+DecodeConfig half_config(const Matrix &matrix, int room) {
+    return config<T, kBeside<T>>(Part(matrix).chunks, kDownWarps, kDownStages, 1, room);
 }
 template <class T>
 DecodeConfig down_config(const Matrix &down, int64_t, int room) {
-    return config<T>(Part(down).chunks, kDownWarps, kDownStages, 1, room);
+    return config<T, 0>(Part(down).chunks, kDownWarps, kDownStages, 1, room);
 }
 
 }  // namespace tiles

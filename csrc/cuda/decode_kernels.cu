@@ -29,8 +29,8 @@ StepConfig configure_step(const Matrix &gate, const Matrix &up, const Matrix &do
     const int room = most_dynamic_bytes();
     if (together(gate, up))
         return {kernels(gate, single).gate_up_config(gate, room), kernels(down, single).down_config(down, k, room), {}};
-    const auto pass = [&](const Matrix &m) { return kernels(m, false).down_config(m, k, room); };
-    return {pass(gate), pass(down), pass(up)};
+    const auto half = [&](const Matrix &m) { return half_kernels[m.type_index].config(m, room); };
+    return {half(gate), kernels(down, false).down_config(down, k, room), half(up)};
 }
 
 bool StepConfig::fits() const {
@@ -45,8 +45,8 @@ std::string DecodeConfig::text() const {
 void gate_up(const Matrix &gate, const Matrix &up, const Step &step, const ResolveArguments &arguments,
              cudaStream_t stream) {
     if (together(gate, up)) return kernels(gate, step.single).gate_up(gate, up, step, arguments, stream);
-    half_kernels[gate.type_index](gate, false, step, stream);
-    half_kernels[up.type_index](up, true, step, stream);
+    half_kernels[gate.type_index].launch(gate, false, step, stream);
+    half_kernels[up.type_index].launch(up, true, step, stream);
 }
 
 void down_and_combine(const Matrix &down, const Step &step, cudaStream_t stream) {

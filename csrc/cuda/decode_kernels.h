@@ -38,9 +38,12 @@ struct DecodeKernels {
     DecodeConfig (*down_config)(const Matrix &, int64_t k, int room);
 };
 extern const DecodeKernels single_kernels[kTypeCount], tile_kernels[kTypeCount];
-// Gate, or up behind it, as a pass over tiles. Its configuration is that of down.
-using LaunchHalf = void (*)(const Matrix &, bool is_up, const Step &, cudaStream_t);
-extern const LaunchHalf half_kernels[kTypeCount];
+// Gate, or up behind it, as a pass over tiles.
+struct HalfKernel {
+    void (*launch)(const Matrix &, bool is_up, const Step &, cudaStream_t);
+    DecodeConfig (*config)(const Matrix &, int room);
+};
+extern const HalfKernel half_kernels[kTypeCount];
 // The most dynamic shared memory that a block of them can have on the current device.
 int most_dynamic_bytes();
 

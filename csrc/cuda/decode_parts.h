@@ -6,6 +6,7 @@
 #include "cuda/chunk.h"
 #include "cuda/decode_config.h"
 #include "cuda/decode_kernels.h"
+#include "cuda/handover.h"
 #include "cuda/launch.h"
 #include "cuda/pipeline.h"
 #include "cuda/step.h"
@@ -65,20 +66,28 @@ __device__ __forceinline__ void stage_input(uint8_t *target, const Step &step, i
     }
 }
 
-// One chunk of the hidden row of a place.
-template <class T>
-__device__ __forceinline__ void stage_hidden(uint8_t *target, const Step &step, int64_t place, const Part &part,
-                                             int chunk, int lane) {
-    const int64_t column = place * part.columns + int64_t{chunk} * kChunkColumns;
+// One chunk of the hidden rows of some places, when gate/up has handed them over, to shared memory by the warp that uses
+// them.
+template <class T, int kRows>
+__device__ __forceinline__ void await_hidden(uint8_t *target, const Step &step, const int (&places)[kRows],
+                                             const Part &part, int chunk, uint32_t number, int lane) {
     const int width = chunk_width(part, chunk);
     if constexpr (kFloats<T>) {
-        // A row of floats need not be aligned to 16 bytes.
-        for (int i = lane; i < width; i += 32)
-            reinterpret_cast<float *>(target)[i] = __ldcg(step.hidden_x + column + i);
+#pragma unroll
+        for (int row = 0; row < kRows; ++row) {
+            const uint64_t *from = step.handed_x + places[row] * part.columns + int64_t{chunk} * kChunkColumns;
+            for (int i = lane; i < width; i += 32)
+                reinterpret_cast<float *>(target + row * kStagedBytes<T>)[i] = await_float(from + i, number);
+        }
     } else {
-        stage_copy(target, step.hidden + column / kBlockColumns,
-                   width / kBlockColumns * static_cast<int>(sizeof(ActivationBlock)), lane);
+        const uint4 *from[kRows];
+#pragma unroll
+        for (int row = 0; row < kRows; ++row)
+            from[row] = step.handed + (places[row] * part.columns + int64_t{chunk} * kChunkColumns) / kBlockColumns *
+                                          kQuads;
+        await_blocks(from, width / kBlockColumns, number, lane, target, kStagedBytes<T>);
     }
+    __syncwarp();
 }
 
 // A panel in shared memory times kBatch staged rows, this lane's row of weights, added to the sums.
@@ -125,24 +134,26 @@ __device__ __forceinline__ void copy_tail(const Residents &residents, const Deco
         *reinterpret_cast<int4 *>(tile.fill + i) = *reinterpret_cast<const int4 *>(tile.record + i);
 }
 
-// Hidden columns 32 * group .. of a place, one a lane, as down wants them. Columns of padding are 0.
-__device__ __forceinline__ void store_hidden(const Step &step, const Part &part, int64_t place, int64_t group,
-                                             float hidden) {
+// Hidden columns 32 * group .. of a place, one a lane. Columns of padding are 0.
+__device__ __forceinline__ void hand_hidden(const Step &step, const Part &part, int64_t place, int64_t group,
+                                            float hidden, uint32_t number) {
     const int lane = threadIdx.x;
     const int64_t r = group * kPanelRows + lane;
-    if (step.hidden_x && r < part.rows) step.hidden_x[place * part.rows + r] = hidden;
-    if (step.hidden) store_block(quantise(hidden), lane, step.hidden + place * part.row_groups + group);
+    if (step.handed)
+        hand_over(quantise(hidden), lane, step.handed + (place * part.row_groups + group) * kQuads, number);
+    else if (r < part.rows)
+        hand_over(hidden, step.handed_x + place * part.rows + r, number);
 }
 
-// The same from a lane's two sums.
-__device__ __forceinline__ void write_hidden(const Step &step, const Part &gate, const Part &up, const uint8_t *record,
-                                             int64_t place, int64_t group, float g, float u) {
+// The same from a lane's sums of gate and up.
+__device__ __forceinline__ void hand_hidden(const Step &step, const Part &gate, const Part &up, const uint8_t *record,
+                                            int64_t place, int64_t group, float g, float u, uint32_t number) {
     const int64_t r = group * kPanelRows + threadIdx.x;
     // The padding rows of the last panel enter no sum.
     const float hidden = r < gate.rows ? num::swiglu(finish_row(g, record, gate.scale, gate.bias, r),
                                                      finish_row(u, record, up.scale, up.bias, r))
                                        : 0.0f;
-    store_hidden(step, gate, place, group, hidden);
+    hand_hidden(step, gate, place, group, hidden, number);
 }
 
 }  // namespace

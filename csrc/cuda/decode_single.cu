@@ -3,7 +3,6 @@
 
 #include "cuda/decode_parts.h"
 #include "cuda/doorbell_device.h"
-#include "cuda/handover.h"
 #include "cuda/look_up.h"
 #include "cuda/resolve_block.h"
 
@@ -153,15 +152,7 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, 2)
         if (end < units) __syncthreads();
     }
     if (warp > 0 || (kBell && host)) return;
-    // Hidden columns 32 * group .. of the place. The padding rows of the last panel enter no sum.
-    const int64_t r = group * kPanelRows + lane;
-    const float hidden = r < gate.rows ? num::swiglu(finish_row(sums[0], looked.record, gate.scale, gate.bias, r),
-                                                     finish_row(sums[1], looked.record, up.scale, up.bias, r))
-                                       : 0.0f;
-    if (step.handed)
-        hand_over(quantise(hidden), lane, step.handed + (place * row_groups + group) * kQuads, number);
-    else if (r < gate.rows)
-        hand_over(hidden, step.handed_x + place * gate.rows + r, number);
+    hand_hidden(step, gate, up, looked.record, place, group, sums[0], sums[1], number);
 }
 
 // A unit of down: chunk `chunk` of place `place`, or the distance of two.
@@ -176,22 +167,6 @@ struct Unit {
         ++place;
     }
 };
-
-// One chunk of the hidden row of a place, when gate/up has handed it over, to shared memory by the warp that uses it.
-template <class T>
-__device__ __forceinline__ void await_hidden(uint8_t *target, const Step &step, int64_t place, const Part &part,
-                                             int chunk, uint32_t number, int lane) {
-    const int64_t column = place * part.columns + int64_t{chunk} * kChunkColumns;
-    const int width = chunk_width(part, chunk);
-    if constexpr (kFloats<T>) {
-        for (int i = lane; i < width; i += 32)
-            reinterpret_cast<float *>(target)[i] = await_float(step.handed_x + column + i, number);
-    } else {
-        await_blocks(step.handed + column / kBlockColumns * kQuads, width / kBlockColumns, number, lane,
-                     reinterpret_cast<ActivationBlock *>(target));
-    }
-    __syncwarp();
-}
 
 // A block computes 32 outputs: of every place, then their weighted sum. Unit u is chunk u % chunks of place u / chunks.
 // The kernel starts when all blocks of gate/up run, and waits only for what these hand over.
@@ -293,7 +268,7 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
             }
             const bool computes = one.record && (!kBell || !one.host);
             // What gate/up hands over is mostly there before the weights.
-            if (computes) await_hidden<T>(staged, step, mine.place, down, mine.chunk, number, lane);
+            if (computes) await_hidden<T, 1>(staged, step, {mine.place}, down, mine.chunk, number, lane);
             if (computes || fill) {
                 const uint8_t *panel = panels.take();
                 if (fill) panels.copy_out(panel, fill + offset(mine), bytes(mine));

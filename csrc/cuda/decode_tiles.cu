@@ -15,42 +15,49 @@ using namespace tiles;
 constexpr unsigned kAnswerBlocks = 8;  // of down_tiles, that take the CPU's answer
 constexpr int kSums = kMostDecodeTokens * 32;
 
-// Activation rows: blocks, or floats if the matrix is of floats.
+// Where the activation rows come from: x, some of whose rows come with the panels.
 template <class T>
 struct Inputs {
-    const ActivationBlock *blocks;
-    const void *x;
-    moepool_dtype dtype;
+    static constexpr int kBeside = tiles::kBeside<T>;
+    const Step &step;
 
     __device__ const uint8_t *row(int64_t index, const Part &part) const {
-        return reinterpret_cast<const uint8_t *>(blocks + index * (part.columns / kBlockColumns));
+        return reinterpret_cast<const uint8_t *>(step.input + index * (part.columns / kBlockColumns));
     }
-    // One chunk of a row, to shared memory by a warp. Past L1: what wrote it may have been running when this kernel
-    // began.
-    __device__ void stage(uint8_t *target, int64_t index, const Part &part, int chunk, int lane) const {
+    // One chunk of some rows, to shared memory by a warp.
+    template <int kRows>
+    __device__ void stage(uint8_t *target, const int (&index)[kRows], const Part &part, int chunk, int lane) const {
         const int width = chunk_width(part, chunk);
-        if constexpr (kFloats<T>) {
-            // A row of floats need not be aligned to 16 bytes.
-            const int64_t first = index * part.columns + int64_t{chunk} * kChunkColumns;
-            for (int i = lane; i < width; i += 32)
-                reinterpret_cast<float *>(target)[i] = widen_past_l1(x, dtype, first + i);
-        } else {
-            stage_copy(target, row(index, part) + chunk * kStagedBytes<T>,
-                       width / kBlockColumns * static_cast<int>(sizeof(ActivationBlock)), lane);
+#pragma unroll
+        for (int row = 0; row < kRows; ++row, target += kStagedBytes<T>) {
+            if constexpr (kFloats<T>) {
+                // Of a kernel in front, which may have been running when this one began: past L1. It need not be
+                // aligned to 16 bytes.
+                const int64_t first = index[row] * part.columns + int64_t{chunk} * kChunkColumns;
+                for (int i = lane; i < width; i += 32)
+                    reinterpret_cast<float *>(target)[i] = widen_past_l1(step.x, step.x_dtype, first + i);
+            } else {
+                stage_copy(target, this->row(index[row], part) + chunk * kStagedBytes<T>,
+                           width / kBlockColumns * static_cast<int>(sizeof(ActivationBlock)), lane);
+            }
         }
     }
 };
+// Or gate/up, which hands the hidden rows over.
 template <class T>
-__device__ Inputs<T> input_of(const Step &step) {
-    return {step.input, step.x, step.x_dtype};
-}
-template <class T>
-__device__ Inputs<T> hidden_of(const Step &step) {
-    return {step.hidden, step.hidden_x, MOEPOOL_F32};
-}
+struct Hidden {
+    static constexpr int kBeside = 0;
+    const Step &step;
+    uint32_t number;
+
+    template <int kRows>
+    __device__ void stage(uint8_t *target, const int (&places)[kRows], const Part &part, int chunk, int lane) const {
+        await_hidden<T>(target, step, places, part, chunk, number, lane);
+    }
+};
 
 // A warp's part of the shared memory of a block, which has sums for so many matrices or row groups.
-template <class T>
+template <class T, int kBeside>
 struct WarpMemory {
     uint8_t *stages;
     uint8_t *staged;  // [kSubBatch]: chunks of rows that did not come with a panel
@@ -58,14 +65,14 @@ struct WarpMemory {
     uint64_t *barriers;
 
     __device__ WarpMemory(uint8_t *memory, int warp, int warps, int count, int sums)
-        : stages(memory + warp * count * kStageBytes<T>),
-          staged(memory + warps * count * kStageBytes<T> + warp * kSubBatch * kStagedBytes<T>),
-          totals(reinterpret_cast<float *>(memory + warps * (count * kStageBytes<T> + kSubBatch * kStagedBytes<T>))),
+        : stages(memory + warp * count * kStageBytes<T, kBeside>),
+          staged(memory + warps * count * kStageBytes<T, kBeside> + warp * kSubBatch * kStagedBytes<T>),
+          totals(reinterpret_cast<float *>(memory + warps * (count * kStageBytes<T, kBeside> + kSubBatch * kStagedBytes<T>))),
           barriers(reinterpret_cast<uint64_t *>(totals + sums * kSums) + warp * count) {}
 };
 
 // 32 rows of a matrix, `offset` bytes into a record, times the places of a tile. All lanes of a warp.
-template <class T>
+template <class T, class Source>
 class RowGroup {
   public:
     __device__ RowGroup(const DecodeTile &tile, int64_t offset, const Part &part, Panels &panels, int lane)
@@ -73,7 +80,7 @@ class RowGroup {
           part_(part),
           panels_(panels),
           lane_(lane),
-          beside_(kFloats<T> || tile.host ? 0 : min(kSubBatch, tile.count)),
+          beside_(tile.host ? 0 : min(Source::kBeside, tile.count)),
           offset_(offset),
           ahead_(min(panels.stages(), part.chunks)),
           panel_last_(chunk_bytes<T>(part.last_width)),
@@ -84,88 +91,88 @@ class RowGroup {
     __device__ void begin() {
         first_ = panels_.next();
 #pragma unroll 1
-        for (int chunk = 0; chunk < ahead_; ++chunk) {
-            const bool last = chunk + 1 == part_.chunks;
-            const int stage = panels_.expect(last ? panel_last_ + beside_ * row_last_ : kPanel + beside_ * kRow);
-            fetch(stage, 0, 1, last);
-        }
+        for (int chunk = 0; chunk < ahead_; ++chunk) fetch(expect(chunk), 0, 1, chunk);
     }
-    // And for the rows that come with them, when they are there. index: of the row of place `lane`.
-    __device__ void begin(const Inputs<T> &inputs, int index) {
+    // And for the rows that come with them. index: of the row of place `lane`.
+    __device__ void begin(const Source &source, int index) {
         index_ = index;
-        const int mine = __shfl_sync(~0u, index, max(lane_ - 1, 0));
-        if (beside_ == 0) return;
-        if (lane_ > 0) source_ = inputs.row(mine, part_);
+        if constexpr (Source::kBeside > 0) {
+            const int mine = __shfl_sync(~0u, index, max(lane_ - 1, 0));
+            if (lane_ > 0) source_ = source.row(mine, part_);
 #pragma unroll 1
-        for (int chunk = 0, stage = first_; chunk < ahead_; ++chunk, stage = panels_.after(stage))
-            fetch(stage, 1, 1 + beside_, chunk + 1 == part_.chunks);
+            for (int chunk = 0, stage = first_; chunk < ahead_; ++chunk, stage = panels_.after(stage))
+                fetch(stage, 1, 1 + beside_, chunk);
+        }
     }
 
     // totals[t][lane]: of place t of the tile.
-    __device__ void run(const Inputs<T> &inputs, uint8_t *staged, float *totals) {
+    __device__ void run(const Source &source, uint8_t *staged, float *totals) {
 #pragma unroll 1
         for (int chunk = 0; chunk < part_.chunks; ++chunk) {
-            const int width = chunk_width(part_, chunk);
-            const uint8_t *panel = panels_.take();
-            if (tile_.fill) copy_out(panel, chunk);
+            const uint8_t *panel = nullptr;
 #pragma unroll 1
             for (int t = 0; t < tile_.count; t += kSubBatch) {
-                const int n = min(kSubBatch, tile_.count - t);
-                const uint8_t *rows = panel + kPanel;
-                if (t >= beside_) {
-                    __syncwarp();  // the last ones are multiplied
-#pragma unroll 1
-                    for (int i = 0; i < n; ++i)
-                        inputs.stage(staged + i * kRow, __shfl_sync(~0u, index_, t + i), part_, chunk, lane_);
-                    __syncwarp();
-                    rows = staged;
-                }
-                float *total = totals + t * 32 + lane_;
-                if (n == 1)
-                    add<1>(panel, width, rows, chunk == 0, total);
+                if (t + 1 == tile_.count)
+                    multiply<1>(panel, chunk, t, source, staged, totals);
                 else
-                    add<kSubBatch>(panel, width, rows, chunk == 0, total);
+                    multiply<kSubBatch>(panel, chunk, t, source, staged, totals);
             }
             release(chunk);
         }
     }
     // In place of run: the CPU computes it, it is only kept.
     __device__ void keep() {
-#pragma unroll 1
         for (int chunk = 0; chunk < part_.chunks; ++chunk) {
-            copy_out(panels_.take(), chunk);
+            take(chunk);
             release(chunk);
         }
     }
 
   private:
     static constexpr int kPanel = kPanelBytes<T>, kRow = kStagedBytes<T>;
+    static_assert(kSubBatch == 2, "places by pairs, then one");
 
+    __device__ bool is_last(int chunk) const { return chunk + 1 == part_.chunks; }
+    __device__ int expect(int chunk) {
+        return panels_.expect(is_last(chunk) ? panel_last_ + beside_ * row_last_ : kPanel + beside_ * kRow);
+    }
     // Pieces of a stage: lane 0 has the panel, those behind it a row each.
-    __device__ void fetch(int stage, int first, int end, bool last) {
+    __device__ void fetch(int stage, int first, int end, int chunk) {
         const int whole = lane_ == 0 ? kPanel : kRow, at = lane_ == 0 ? 0 : kPanel + (lane_ - 1) * kRow;
-        const int bytes = !last ? whole : lane_ == 0 ? panel_last_ : row_last_;
+        const int bytes = !is_last(chunk) ? whole : lane_ == 0 ? panel_last_ : row_last_;
         panels_.fetch(stage, first, end, source_, at, bytes);
         if (lane_ >= first) source_ += whole;
     }
-    template <int kBatch>
-    __device__ void add(const uint8_t *panel, int width, const uint8_t *rows, bool first, float *total) {
-        float sum[kBatch] = {};
-        multiply_panel<T, kBatch>(panel, width, rows, lane_, sum);
-#pragma unroll
-        for (int t = 0; t < kBatch; ++t) total[t * 32] = __fadd_rn(first ? 0.0f : total[t * 32], sum[t]);
-    }
-    __device__ void copy_out(const uint8_t *panel, int chunk) {
-        panels_.copy_out(panel, tile_.fill + offset_ + int64_t{chunk} * kPanel,
-                         chunk + 1 == part_.chunks ? panel_last_ : kPanel);
+    __device__ const uint8_t *take(int chunk) {
+        const uint8_t *panel = panels_.take();
+        if (tile_.fill)
+            panels_.copy_out(panel, tile_.fill + offset_ + int64_t{chunk} * kPanel,
+                             is_last(chunk) ? panel_last_ : kPanel);
+        return panel;
     }
     __device__ void release(int chunk) {
         if (tile_.fill) panels_.finish_stores();
         __syncwarp();
-        if (chunk + ahead_ >= part_.chunks) return;
-        const bool last = chunk + ahead_ + 1 == part_.chunks;
-        const int stage = panels_.expect(last ? panel_last_ + beside_ * row_last_ : kPanel + beside_ * kRow);
-        fetch(stage, 0, 1 + beside_, last);
+        if (chunk + ahead_ < part_.chunks) fetch(expect(chunk + ahead_), 0, 1 + beside_, chunk + ahead_);
+    }
+    // The panel, taken if it is not yet, with places t and those behind it.
+    template <int kBatch>
+    __device__ void multiply(const uint8_t *&panel, int chunk, int t, const Source &source, uint8_t *staged,
+                             float *totals) {
+        const bool beside = t < beside_;
+        if (!beside) {
+            int index[kBatch];
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) index[i] = __shfl_sync(~0u, index_, t + i);
+            __syncwarp();  // those in front of them are multiplied
+            source.stage(staged, index, part_, chunk, lane_);
+            __syncwarp();
+        }
+        if (!panel) panel = take(chunk);
+        float sum[kBatch] = {}, *total = totals + t * 32 + lane_;
+        multiply_panel<T, kBatch>(panel, chunk_width(part_, chunk), beside ? panel + kPanel : staged, lane_, sum);
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) total[i * 32] = __fadd_rn(chunk == 0 ? 0.0f : total[i * 32], sum[i]);
     }
 
     const DecodeTile &tile_;
@@ -210,19 +217,21 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, GU_BLOCKS)
     extern __shared__ __align__(128) uint8_t memory[];
     const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y;
     const int group = static_cast<int>(blockIdx.x);
-    const WarpMemory<T> mine(memory, warp, warps, stages, 2);
-    Panels panels(mine.stages, mine.barriers, stages, kStageBytes<T>, lane);
+    constexpr int kBeside = Inputs<T>::kBeside;
+    const WarpMemory<T, kBeside> mine(memory, warp, warps, stages, 2);
+    Panels panels(mine.stages, mine.barriers, stages, kStageBytes<T, kBeside>, lane);
     wait_for_kernels_in_front();
     let_the_next_kernel_start();
     const DecodeTile tile = tile_of(step, static_cast<int>(blockIdx.y));
     if (tile.count == 0) return;
-    const Inputs<T> inputs = input_of<T>(step);
+    const uint32_t number = number_of(step);
+    const Inputs<T> inputs = {step};
     int place = 0;
     // Mostly a warp has gate or up; where there is little shared memory, the only one has both.
 #pragma unroll 1
     for (int matrix = warp; matrix < 2; matrix += warps) {
         const int64_t offset = matrix ? up.panels + group * up.row_group : gate.panels + group * gate.row_group;
-        RowGroup<T> rows(tile, offset, gate, panels, lane);
+        RowGroup<T, Inputs<T>> rows(tile, offset, gate, panels, lane);
         rows.begin();
         if (tile.fill && group == 0 && matrix == warp) copy_tail(step.residents, tile);
         if (tile.host) {
@@ -237,8 +246,8 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, GU_BLOCKS)
     __syncthreads();
 #pragma unroll 1
     for (int t = warp; t < tile.count; t += warps)
-        write_hidden(step, gate, up, tile.record, __shfl_sync(~0u, place, t), group, mine.totals[t * 32 + lane],
-                     mine.totals[kSums + t * 32 + lane]);
+        hand_hidden(step, gate, up, tile.record, __shfl_sync(~0u, place, t), group, mine.totals[t * 32 + lane],
+                    mine.totals[kSums + t * 32 + lane], number);
 }
 
 // Gate or up, if they differ in type. Gate leaves its rows to up, which makes the hidden ones.
@@ -249,8 +258,9 @@ __global__ void __launch_bounds__(32 * kDownWarps, DN_BLOCKS)
     const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y;
     const int group = static_cast<int>(blockIdx.x) * warps + warp;
     const int64_t r = int64_t{group} * kPanelRows + lane;
-    const WarpMemory<T> mine(memory, warp, warps, stages, warps);
-    Panels panels(mine.stages, mine.barriers, stages, kStageBytes<T>, lane);
+    constexpr int kBeside = Inputs<T>::kBeside;
+    const WarpMemory<T, kBeside> mine(memory, warp, warps, stages, warps);
+    Panels panels(mine.stages, mine.barriers, stages, kStageBytes<T, kBeside>, lane);
     // Gate lets up start only when it has seen the end of resolve: for up, the tiles are there.
     const auto wait = [] {
         wait_for_kernels_in_front();
@@ -260,14 +270,15 @@ __global__ void __launch_bounds__(32 * kDownWarps, DN_BLOCKS)
     const DecodeTile tile = tile_of(step, static_cast<int>(blockIdx.y));
     const bool empty = tile.count == 0 || group >= part.row_groups;
     float *const total = mine.totals + warp * kSums;
-    RowGroup<T> rows(tile, part.panels + group * part.row_group, part, panels, lane);
+    RowGroup<T, Inputs<T>> rows(tile, part.panels + group * part.row_group, part, panels, lane);
     if (!empty) rows.begin();
     if (is_up) wait();
     if (tile.count > 0 && tile.fill && blockIdx.x == 0 && !is_up) copy_tail(step.residents, tile);
     if (empty) return;
     if (tile.host) return rows.keep();
+    const uint32_t number = number_of(step);
     const int place = place_of(step, tile, lane);
-    const Inputs<T> inputs = input_of<T>(step);
+    const Inputs<T> inputs = {step};
     rows.begin(inputs, input_row(step, place));
     rows.run(inputs, mine.staged, total);
 #pragma unroll 1
@@ -277,57 +288,58 @@ __global__ void __launch_bounds__(32 * kDownWarps, DN_BLOCKS)
         if (r < part.rows) row = finish_row(total[t * 32 + lane], tile.record, part.scale, part.bias, r);
         if (is_up) {
             if (r < part.rows) row = num::swiglu(__ldcg(step.gated + to * part.rows + r), row);
-            store_hidden(step, part, to, group, row);
+            hand_hidden(step, part, to, group, row, number);
         } else if (r < part.rows) {
             step.gated[to * part.rows + r] = row;
         }
     }
 }
 
-// Of a pool with a doorbell, the first row of blocks takes the CPU's answer.
+// Of a pool with a doorbell, the first row of blocks takes the CPU's answer. The kernel starts when all blocks of
+// gate/up run, and waits only for what these hand over; one block is there until gate/up has ended, for the kernel
+// behind, which waits for this one alone.
 template <class T>
 __global__ void __launch_bounds__(32 * kDownWarps, DN_BLOCKS)
     down_tiles(const __grid_constant__ Step step, const Part down, int stages) {
     extern __shared__ __align__(128) uint8_t memory[];
+    constexpr int kBeside = Hidden<T>::kBeside;
     const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y;
+    let_the_next_kernel_start();
     int index = static_cast<int>(blockIdx.y);
     if (step.bell.state && index-- == 0) {
-        wait_for_kernels_in_front();
-        let_the_next_kernel_start();
         const int blocks = static_cast<int>(min(kAnswerBlocks, gridDim.x));
         if (blockIdx.x < kAnswerBlocks) take_answer(step, down.rows, static_cast<int>(blockIdx.x), blocks);
+        if (blockIdx.x == 0) wait_for_kernels_in_front();
         return;
     }
     const int group = static_cast<int>(blockIdx.x) * warps + warp;
     const int64_t r = int64_t{group} * kPanelRows + lane;
-    const WarpMemory<T> mine(memory, warp, warps, stages, warps);
-    Panels panels(mine.stages, mine.barriers, stages, kStageBytes<T>, lane);
+    const WarpMemory<T, kBeside> mine(memory, warp, warps, stages, warps);
+    float *const total = mine.totals + warp * kSums;
+    Panels panels(mine.stages, mine.barriers, stages, kStageBytes<T, kBeside>, lane);
     // Gate/up lets this kernel start only when it has seen the end of resolve: the tiles are there.
     const DecodeTile tile = tile_of(step, index);
-    const bool empty = tile.count == 0 || group >= down.row_groups;
-    float *const total = mine.totals + warp * kSums;
-    RowGroup<T> rows(tile, down.panels + group * down.row_group, down, panels, lane);
-    if (!empty) rows.begin();
-    const int place = empty ? 0 : place_of(step, tile, lane);
-    wait_for_kernels_in_front();
-    let_the_next_kernel_start();
-    if (empty) return;
-    if (tile.host) {
-        rows.keep();
-    } else {
-        const Inputs<T> inputs = hidden_of<T>(step);
-        rows.begin(inputs, place);
-        rows.run(inputs, mine.staged, total);
-    }
-    if (warp == 0 && lane == 0) note_ready(step.bell);
-    if (tile.host) return;
+    if (tile.count > 0 && group < down.row_groups) {
+        RowGroup<T, Hidden<T>> rows(tile, down.panels + group * down.row_group, down, panels, lane);
+        rows.begin();
+        const Hidden<T> hidden = {step, number_of(step)};
+        const int place = place_of(step, tile, lane);
+        if (tile.host) {
+            rows.keep();
+        } else {
+            rows.begin(hidden, place);
+            rows.run(hidden, mine.staged, total);
+        }
+        if (warp == 0 && lane == 0) note_ready(step.bell);
 #pragma unroll 1
-    for (int t = 0; t < tile.count; ++t) {
-        const int64_t to = __shfl_sync(~0u, place, t);
-        if (r < down.rows)
-            step.rows[to * down.rows + r] =
-                finish_row(total[t * 32 + lane], tile.record, down.scale, down.bias, r);
+        for (int t = 0; t < tile.count && !tile.host; ++t) {
+            const int64_t to = __shfl_sync(~0u, place, t);
+            if (r < down.rows)
+                step.rows[to * down.rows + r] =
+                    finish_row(total[t * 32 + lane], tile.record, down.scale, down.bias, r);
+        }
     }
+    if (blockIdx.x == 0 && blockIdx.y == 0) wait_for_kernels_in_front();
 }
 
 __global__ void combine_tiles(const Step step, int64_t columns) {
@@ -346,7 +358,9 @@ __global__ void combine_tiles(const Step step, int64_t columns) {
         y = id == -1 ? y : next;
     }
     step.out[i] = num::finish(y);
-    if (threadIdx.x == 0) note_end(step.bell);
+    if (threadIdx.x > 0) return;
+    note_end(step.bell);
+    count_step(step);
 }
 
 template <class T>
@@ -363,7 +377,7 @@ dim3 blocks_of(const Matrix &matrix, const DecodeConfig &c, int tiles) {
 }
 template <class T>
 void launch_half(const Matrix &matrix, bool is_up, const Step &step, cudaStream_t stream) {
-    const DecodeConfig c = down_config<T>(matrix, step.k, most_dynamic_bytes());
+    const DecodeConfig c = half_config<T>(matrix, most_dynamic_bytes());
     launch(half_tiles<T>, blocks_of(matrix, c, step.most_tiles), threads(c), c.shared_bytes, stream, step,
            Part(matrix), is_up, c.stages);
 }
@@ -392,8 +406,8 @@ const DecodeKernels tile_kernels[kTypeCount] = {
 #undef X
 };
 
-const LaunchHalf half_kernels[kTypeCount] = {
-#define X(T) launch_half<T>,
+const HalfKernel half_kernels[kTypeCount] = {
+#define X(T) {launch_half<T>, half_config<T>},
     MOEPOOL_QUANT_TYPES(X)
 #undef X
 };

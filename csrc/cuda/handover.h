@@ -1,6 +1,6 @@
-// How gate/up of a single token hands the hidden rows to down, which runs beside it: in words that carry the number of
-// the step, three of data and the number in 16 bytes that are stored and loaded at once. Who finds the number has the
-// data, so nobody needs a fence, a count or a flag, and each warp waits for what it needs alone.
+// How gate/up hands the hidden rows to down, which runs beside it: in words that carry the number of the step, three of
+// data and the number in 16 bytes that are stored and loaded at once. Who finds the number has the data, so nobody needs
+// a fence, a count or a flag, and each warp waits for what it needs alone.
 //
 // Quantised, a block of 32 columns is four such quads: the twelve words of an ActivationBlock in their order. Of floats
 // a column is a word beside the number, 8 bytes.
@@ -20,11 +20,11 @@ namespace {
 
 constexpr int kQuads = sizeof(ActivationBlock) / 12;  // of a block
 
-// The step's number, as every block of it sees that has not ended yet: StepTables::steps.
+// The step's number, as every block of gate/up and down sees it that has not ended yet: StepTables::steps.
 __device__ __forceinline__ uint32_t number_of(const Step &step) {
     return static_cast<uint32_t>(__ldcg(step.tables.steps) >> 32) + 1;
 }
-// By one thread of each block of down, at its end. Together they add 2^32.
+// By one thread of each block of the last kernel, at its end. Together they add 2^32.
 __device__ __forceinline__ void count_step(const Step &step) {
     atomicAdd(step.tables.steps, blockIdx.x == 0 ? (1ull << 32) - (gridDim.x - 1) : 1ull);
 }
@@ -37,20 +37,20 @@ __device__ __forceinline__ void store_quad(uint4 *at, uint32_t a, uint32_t b, ui
         "l"(uint64_t{b} << 32 | a), "l"(uint64_t{number} << 32 | c)
         : "memory");
 }
-__device__ __forceinline__ void await_quad(const uint4 *at, uint32_t number, uint32_t *words) {
+struct Quad {
     uint64_t low, high;
-    do
-        asm volatile(
-            "{.reg .b128 quad;\n"
-            "ld.relaxed.gpu.global.b128 quad, [%2];\n"
-            "mov.b128 {%0, %1}, quad;}"
-            : "=l"(low), "=l"(high)
-            : "l"(__cvta_generic_to_global(at))
-            : "memory");
-    while (static_cast<uint32_t>(high >> 32) != number);
-    words[0] = static_cast<uint32_t>(low);
-    words[1] = static_cast<uint32_t>(low >> 32);
-    words[2] = static_cast<uint32_t>(high);
+    __device__ __forceinline__ uint32_t number() const { return static_cast<uint32_t>(high >> 32); }
+};
+__device__ __forceinline__ Quad load_quad(const uint4 *at) {
+    Quad quad;
+    asm volatile(
+        "{.reg .b128 quad;\n"
+        "ld.relaxed.gpu.global.b128 quad, [%2];\n"
+        "mov.b128 {%0, %1}, quad;}"
+        : "=l"(quad.low), "=l"(quad.high)
+        : "l"(__cvta_generic_to_global(at))
+        : "memory");
+    return quad;
 }
 
 // A block of 32 columns, one a lane.
@@ -70,14 +70,22 @@ __device__ __forceinline__ void hand_over(const Quantised &made, int lane, uint4
                                 : third,
                    number);
 }
-// `blocks` of them, at most 8, to shared memory by one warp: a quad a lane.
-__device__ __forceinline__ void await_blocks(const uint4 *from, int blocks, uint32_t number, int lane,
-                                             ActivationBlock *to) {
-    if (lane < kQuads * blocks) {
-        uint32_t words[3];
-        await_quad(from + lane, number, words);
+// `blocks` of them, at most 8, of each of some rows, to shared memory by one warp: a quad of a row a lane. All rows are
+// asked for at once.
+template <int kRows>
+__device__ __forceinline__ void await_blocks(const uint4 *const (&from)[kRows], int blocks, uint32_t number, int lane,
+                                             uint8_t *to, int row_bytes) {
+    if (lane >= kQuads * blocks) return;
+    Quad quad[kRows];
 #pragma unroll
-        for (int i = 0; i < 3; ++i) reinterpret_cast<uint32_t *>(to)[3 * lane + i] = words[i];
+    for (int row = 0; row < kRows; ++row) quad[row] = load_quad(from[row] + lane);
+#pragma unroll
+    for (int row = 0; row < kRows; ++row) {
+        while (quad[row].number() != number) quad[row] = load_quad(from[row] + lane);
+        uint32_t *const words = reinterpret_cast<uint32_t *>(to + row * row_bytes) + 3 * lane;
+        words[0] = static_cast<uint32_t>(quad[row].low);
+        words[1] = static_cast<uint32_t>(quad[row].low >> 32);
+        words[2] = static_cast<uint32_t>(quad[row].high);
     }
 }
 

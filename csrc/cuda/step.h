@@ -47,7 +47,7 @@ struct StepTables {
     int32_t *tile_count;
     Commit *commits;  // with their count, not before resolve's kernel has ended
     int32_t *commit_count;
-    unsigned long long *steps;  // single ones that have ended, times 2^32, and the blocks of down of this one that have
+    unsigned long long *steps;  // those that have ended, times 2^32, and blocks of this one's last kernel that have
     uint32_t *resolved;         // the number of the last single step whose tables are written
     uint32_t *finished;         // blocks of the last kernel; 0 between steps
 };
@@ -65,9 +65,7 @@ struct Step {
     int32_t x_per_row;        // places that share a row
     ActivationBlock *input;   // the same quantised, if gate or up is
     float *gated;             // (places, rows of gate), if up is of another type
-    ActivationBlock *hidden;  // as down wants them, unless single: (places, blocks), or
-    float *hidden_x;          // (places, columns)
-    uint4 *handed;            // if single, of handover.h: (places, blocks, 4), or
+    uint4 *handed;            // hidden rows, of handover.h: (places, blocks, 4), or
     uint64_t *handed_x;       // (places, columns)
     float *rows;              // (places, rows of down), unless single, and of the CPU
     const void *weights;

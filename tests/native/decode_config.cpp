@@ -39,6 +39,7 @@ int fits() {
             whole(single_token::down_config<T>(down, s.k, room), single_token::kDownWarps, room, T::info.name, "down",
                   s);
             whole(tiles::gate_up_config<T>(gate, room), tiles::kGateUpWarps, room, T::info.name, "gate/up of tiles", s);
+            whole(tiles::half_config<T>(gate, room), tiles::kDownWarps, room, T::info.name, "half of tiles", s);
             whole(tiles::down_config<T>(down, s.k, room), tiles::kDownWarps, room, T::info.name, "down of tiles", s);
         }
     }
