@@ -42,7 +42,7 @@ struct Decoder::Workspace {
     Workspace(int64_t count, const Layer &layer)
         : places(count),
           ids(count),
-          order(count),
+          order(count * kMostDecodeTokens),
           tile_count(1),
           commit_count(1),
           resolved(1),
@@ -73,6 +73,7 @@ struct Decoder::Workspace {
         zero(resolved, 1);
         zero(finished, 1);
         zero(tiles, places);
+        zero(order, places * kMostDecodeTokens);
         zero(handed, quads(layer));
         zero(handed_x, columns(layer));
         check(cudaStreamSynchronize(stream), "waiting for the tables of a step");
@@ -194,7 +195,7 @@ void Decoder::run(const moepool_ids &ids, const moepool_rows &x, const void *wei
     step.single = tokens == 1 && together(layer_);
     // Unless single: at most one a place, or full ones and a short one an expert.
     step.most_tiles =
-        static_cast<int32_t>(step.single ? k : std::min(places, layer_.experts() + places / kMostDecodeTokens));
+        static_cast<int32_t>(step.single ? k : std::min(places, layer_.experts() + places / kResidentPlaces));
     step.residents = {layer_.experts(), slot_of_.get(), records_.get(), arena_, layer_.record_bytes(), layer_.tail()};
     step.tables = w.tables();
     step.x = x.data;

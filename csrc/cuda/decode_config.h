@@ -113,69 +113,51 @@ DecodeConfig down_config(const Matrix &down, int64_t k, int room) {
 // Of more, whose places are cut into tiles. A warp has 32 rows of a matrix to itself.
 namespace tiles {
 
-#ifndef GU_STAGES
-#define GU_STAGES 2
-#endif
-#ifndef GU_BUDGET
-#define GU_BUDGET 64
-#endif
-#ifndef GU_BLOCKS
-#define GU_BLOCKS 8
-#endif
-#ifndef DN_WARPS
-#define DN_WARPS 4
-#endif
-#ifndef DN_STAGES
-#define DN_STAGES 2
-#endif
-#ifndef DN_BLOCKS
-#define DN_BLOCKS 4
-#endif
 constexpr int kGateUpWarps = 2;  // of a block: one for gate, one for up
-constexpr int kDownWarps = DN_WARPS;
-constexpr int kSubBatch = 2;  // places that a panel is multiplied with at once
-// Stages of a warp, and bytes of panels in flight in a block: enough to hide the memory's latency, little enough that
-// several blocks fit a multiprocessor.
-constexpr int kGateUpStages = GU_STAGES, kDownStages = DN_STAGES;
-constexpr int kBudget = GU_BUDGET << 10;
+constexpr int kDownWarps = 2;    // also of a pass of gate or up alone
+constexpr int kSubBatch = 2;     // places that a panel is multiplied with at once
+// Panels that a warp has in flight, bytes of them in a block, and blocks of a multiprocessor that registers suffice
+// for: enough to hide the memory's latency, and no more than lets many blocks take turns.
+constexpr int kMostStages = 2;
+constexpr int kBudget = 64 << 10;
+constexpr int kBlocks = 8;
 
-// A panel, and the rows of activations that come with it.
-template <class T, int kBeside>
-constexpr int kStageBytes = kPanelBytes<T> + kBeside * kStagedBytes<T>;
+// Rows of x that come with a panel.
+template <class T>
+constexpr int kBeside = kFloats<T> ? 0 : kResidentPlaces;
+// A panel, and rows that come with it.
+template <class T, int kRows>
+constexpr int kStageBytes = kPanelBytes<T> + kRows * kStagedBytes<T>;
 
-// sums: of how many warps there are sums of each place, at least.
-template <class T, int kBeside>
-DecodeConfig config(int chunks, int most_warps, int most_stages, int sums, int room) {
+// chunks: of a matrix; sums: matrices or row groups of which a block sums up, at least.
+template <class T, int kRows>
+DecodeConfig config(int chunks, int most_warps, int sums, int room) {
     const auto bytes = [&](int warps, int stages) {
-        return warps * (stages * (kStageBytes<T, kBeside> + 8) + kSubBatch * kStagedBytes<T>) +
-               std::max(sums, warps) * kMostDecodeTokens * 128;
+        return warps * (stages * (kStageBytes<T, kRows> + 8) + kSubBatch * kStagedBytes<T>)+std::max(sums, warps) *
+               kMostDecodeTokens * 128;
     };
-    const int panels = std::max(1, kBudget / kStageBytes<T, kBeside>);
+    const int panels = std::max(1, kBudget / kStageBytes<T, kRows>);
     DecodeConfig c{};
     c.rounds = 1;
-    c.warps = std::max(1, std::min(most_warps, panels));
+    c.warps = std::min(most_warps, panels);
     while (c.warps > 1 && bytes(c.warps, 1) > room) --c.warps;
-    c.stages = std::max(1, std::min({most_stages, chunks, panels / c.warps}));
+    c.stages = std::max(1, std::min({kMostStages, chunks, panels / c.warps}));
     while (c.stages > 1 && bytes(c.warps, c.stages) > room) --c.stages;
     c.shared_bytes = bytes(c.warps, c.stages);
     return c;
 }
-// Rows of x that come with a panel.
-template <class T>
-constexpr int kBeside = kFloats<T> ? 0 : kSubBatch;
-
 template <class T>
 DecodeConfig gate_up_config(const Matrix &gate, int room) {
-    return config<T, kBeside<T>>(Part(gate).chunks, kGateUpWarps, kGateUpStages, 2, room);
+    return config<T, kBeside<T>>(Part(gate).chunks, kGateUpWarps, 2, room);
 }
 // Gate or up, as a pass of its own.
 template <class T>
 DecodeConfig half_config(const Matrix &matrix, int room) {
-    return config<T, kBeside<T>>(Part(matrix).chunks, kDownWarps, kDownStages, 1, room);
+    return config<T, kBeside<T>>(Part(matrix).chunks, kDownWarps, 1, room);
 }
 template <class T>
 DecodeConfig down_config(const Matrix &down, int64_t, int room) {
-    return config<T, 0>(Part(down).chunks, kDownWarps, kDownStages, 1, room);
+    return config<T, 0>(Part(down).chunks, kDownWarps, 1, room);
 }
 
 }  // namespace tiles

@@ -66,28 +66,26 @@ __device__ __forceinline__ void stage_input(uint8_t *target, const Step &step, i
     }
 }
 
-// One chunk of the hidden rows of some places, when gate/up has handed them over, to shared memory by the warp that uses
-// them.
-template <class T, int kRows>
-__device__ __forceinline__ void await_hidden(uint8_t *target, const Step &step, const int (&places)[kRows],
+// One chunk of the hidden row of a place, when gate/up has handed it over, to shared memory by the warp that uses it.
+// Of blocks, what was asked for ahead is taken.
+__device__ __forceinline__ const uint4 *handed_blocks(const Step &step, int64_t place, const Part &part, int chunk) {
+    return step.handed + (place * part.columns + int64_t{chunk} * kChunkColumns) / kBlockColumns * kQuads;
+}
+template <class T>
+__device__ __forceinline__ Quad ask_hidden(const Step &step, int64_t place, const Part &part, int chunk, int lane) {
+    if constexpr (kFloats<T>) return {};
+    return ask_blocks(handed_blocks(step, place, part, chunk), chunk_width(part, chunk) / kBlockColumns, lane);
+}
+template <class T>
+__device__ __forceinline__ void await_hidden(Quad asked, uint8_t *target, const Step &step, int64_t place,
                                              const Part &part, int chunk, uint32_t number, int lane) {
     const int width = chunk_width(part, chunk);
     if constexpr (kFloats<T>) {
-#pragma unroll
-        for (int row = 0; row < kRows; ++row) {
-            const uint64_t *from = step.handed_x + places[row] * part.columns + int64_t{chunk} * kChunkColumns;
-            for (int i = lane; i < width; i += 32)
-                reinterpret_cast<float *>(target + row * kStagedBytes<T>)[i] = await_float(from + i, number);
-        }
+        const uint64_t *from = step.handed_x + place * part.columns + int64_t{chunk} * kChunkColumns;
+        for (int i = lane; i < width; i += 32) reinterpret_cast<float *>(target)[i] = await_float(from + i, number);
     } else {
-        const uint4 *from[kRows];
-#pragma unroll
-        for (int row = 0; row < kRows; ++row)
-            from[row] = step.handed + (places[row] * part.columns + int64_t{chunk} * kChunkColumns) / kBlockColumns *
-                                          kQuads;
-        await_blocks(from, width / kBlockColumns, number, lane, target, kStagedBytes<T>);
+        await_blocks(asked, handed_blocks(step, place, part, chunk), width / kBlockColumns, number, lane, target);
     }
-    __syncwarp();
 }
 
 // A panel in shared memory times kBatch staged rows, this lane's row of weights, added to the sums.

@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, 2)
         wait_for_books(step, number_of(step));
         fill = step.tables.tiles[place].fill;
         if (kBell) host = step.tables.tiles[place].host;
-        if (fill && group == 0) copy_tail(step.residents, {looked.record, fill, 0, 0, 0, 0});
+        if (fill && group == 0) copy_tail(step.residents, {looked.record, fill, 0, 0, 0});
     };
     // With a CPU to compute it, it may not have to be read at all.
     if (kBell && looked.missing) ask_the_books();
@@ -268,7 +268,11 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
             }
             const bool computes = one.record && (!kBell || !one.host);
             // What gate/up hands over is mostly there before the weights.
-            if (computes) await_hidden<T, 1>(staged, step, {mine.place}, down, mine.chunk, number, lane);
+            if (computes) {
+                const Quad asked = ask_hidden<T>(step, mine.place, down, mine.chunk, lane);
+                await_hidden<T>(asked, staged, step, mine.place, down, mine.chunk, number, lane);
+                __syncwarp();
+            }
             if (computes || fill) {
                 const uint8_t *panel = panels.take();
                 if (fill) panels.copy_out(panel, fill + offset(mine), bytes(mine));

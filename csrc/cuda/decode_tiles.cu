@@ -15,6 +15,16 @@ using namespace tiles;
 constexpr unsigned kAnswerBlocks = 8;  // of down_tiles, that take the CPU's answer
 constexpr int kSums = kMostDecodeTokens * 32;
 
+// What a kernel in front wrote is read past L1: it may have been running when this one began.
+__device__ __forceinline__ void stage_floats(const Step &step, uint8_t *target, int64_t first, int width, int lane) {
+    for (int i = lane; i < width; i += 32)
+        reinterpret_cast<float *>(target)[i] = widen_past_l1(step.x, step.x_dtype, first + i);
+}
+// Not inlined: it is for places that no tile of an expert in a slot has, and would take registers from all the rest.
+__device__ __noinline__ void stage_blocks(uint8_t *target, const uint8_t *from, int blocks, int lane) {
+    stage_copy(target, from, blocks * static_cast<int>(sizeof(ActivationBlock)), lane);
+}
+
 // Where the activation rows come from: x, some of whose rows come with the panels.
 template <class T>
 struct Inputs {
@@ -24,23 +34,15 @@ struct Inputs {
     __device__ const uint8_t *row(int64_t index, const Part &part) const {
         return reinterpret_cast<const uint8_t *>(step.input + index * (part.columns / kBlockColumns));
     }
-    // One chunk of some rows, to shared memory by a warp.
-    template <int kRows>
-    __device__ void stage(uint8_t *target, const int (&index)[kRows], const Part &part, int chunk, int lane) const {
-        const int width = chunk_width(part, chunk);
-#pragma unroll
-        for (int row = 0; row < kRows; ++row, target += kStagedBytes<T>) {
-            if constexpr (kFloats<T>) {
-                // Of a kernel in front, which may have been running when this one began: past L1. It need not be
-                // aligned to 16 bytes.
-                const int64_t first = index[row] * part.columns + int64_t{chunk} * kChunkColumns;
-                for (int i = lane; i < width; i += 32)
-                    reinterpret_cast<float *>(target)[i] = widen_past_l1(step.x, step.x_dtype, first + i);
-            } else {
-                stage_copy(target, this->row(index[row], part) + chunk * kStagedBytes<T>,
-                           width / kBlockColumns * static_cast<int>(sizeof(ActivationBlock)), lane);
-            }
-        }
+    // One chunk of a row, to shared memory by a warp.
+    __device__ Quad ask(int64_t, const Part &, int, int) const { return {}; }
+    __device__ void stage(Quad, uint8_t *target, int64_t index, const Part &part, int chunk, int lane) const {
+        if constexpr (kFloats<T>)
+            stage_floats(step, target, index * part.columns + int64_t{chunk} * kChunkColumns, chunk_width(part, chunk),
+                         lane);
+        else
+            stage_blocks(target, row(index, part) + chunk * kStagedBytes<T>, chunk_width(part, chunk) / kBlockColumns,
+                         lane);
     }
 };
 // Or gate/up, which hands the hidden rows over.
@@ -50,9 +52,11 @@ struct Hidden {
     const Step &step;
     uint32_t number;
 
-    template <int kRows>
-    __device__ void stage(uint8_t *target, const int (&places)[kRows], const Part &part, int chunk, int lane) const {
-        await_hidden<T>(target, step, places, part, chunk, number, lane);
+    __device__ Quad ask(int64_t place, const Part &part, int chunk, int lane) const {
+        return ask_hidden<T>(step, place, part, chunk, lane);
+    }
+    __device__ void stage(Quad asked, uint8_t *target, int64_t place, const Part &part, int chunk, int lane) const {
+        await_hidden<T>(asked, target, step, place, part, chunk, number, lane);
     }
 };
 
@@ -67,35 +71,43 @@ struct WarpMemory {
     __device__ WarpMemory(uint8_t *memory, int warp, int warps, int count, int sums)
         : stages(memory + warp * count * kStageBytes<T, kBeside>),
           staged(memory + warps * count * kStageBytes<T, kBeside> + warp * kSubBatch * kStagedBytes<T>),
-          totals(reinterpret_cast<float *>(memory + warps * (count * kStageBytes<T, kBeside> + kSubBatch * kStagedBytes<T>))),
+          totals(reinterpret_cast<float *>(memory +
+                                           warps * (count * kStageBytes<T, kBeside> + kSubBatch * kStagedBytes<T>))),
           barriers(reinterpret_cast<uint64_t *>(totals + sums * kSums) + warp * count) {}
 };
 
-// 32 rows of a matrix, `offset` bytes into a record, times the places of a tile. All lanes of a warp.
+// 32 rows of a matrix times the places of a tile. All lanes of a warp.
 template <class T, class Source>
 class RowGroup {
   public:
-    __device__ RowGroup(const DecodeTile &tile, int64_t offset, const Part &part, Panels &panels, int lane)
-        : tile_(tile),
-          part_(part),
+    __device__ RowGroup(const Part &part, Panels &panels, int lane)
+        : part_(part),
           panels_(panels),
           lane_(lane),
-          beside_(tile.host ? 0 : min(Source::kBeside, tile.count)),
-          offset_(offset),
           ahead_(min(panels.stages(), part.chunks)),
           panel_last_(chunk_bytes<T>(part.last_width)),
-          row_last_(part.last_width / kBlockColumns * static_cast<int>(sizeof(ActivationBlock))),
-          source_(tile.record + offset) {}
+          row_last_(part.last_width / kBlockColumns * static_cast<int>(sizeof(ActivationBlock))) {}
 
-    // Asks for the first panels.
-    __device__ void begin() {
+    // Asks for the first panels of the row group, which lies `offset` bytes into a record.
+    __device__ void begin(const uint8_t *record, int64_t offset) {
+        source_ = record + offset;
+        offset_ = offset;
         first_ = panels_.next();
 #pragma unroll 1
-        for (int chunk = 0; chunk < ahead_; ++chunk) fetch(expect(chunk), 0, 1, chunk);
+        for (int chunk = 0; chunk < ahead_; ++chunk) fetch(panels_.begin(), 0, 1, chunk);
     }
-    // And for the rows that come with them. index: of the row of place `lane`.
-    __device__ void begin(const Source &source, int index) {
+    // Asks for rows that do not come with panels: of the first places, of the first chunk.
+    __device__ void ask(const Source &source, int count, int index) {
+        count_ = count;
         index_ = index;
+        ask(source, 0);
+    }
+    // The tile is known, and asks for the rows that come with its panels. index: of the row of place `lane`.
+    __device__ void begin(const DecodeTile &tile, const Source &source, int index) {
+        fill_ = tile.fill ? tile.fill + offset_ : nullptr;
+        count_ = tile.count;
+        index_ = index;
+        expect_first(min(Source::kBeside, tile.count));
         if constexpr (Source::kBeside > 0) {
             const int mine = __shfl_sync(~0u, index, max(lane_ - 1, 0));
             if (lane_ > 0) source_ = source.row(mine, part_);
@@ -111,8 +123,8 @@ class RowGroup {
         for (int chunk = 0; chunk < part_.chunks; ++chunk) {
             const uint8_t *panel = nullptr;
 #pragma unroll 1
-            for (int t = 0; t < tile_.count; t += kSubBatch) {
-                if (t + 1 == tile_.count)
+            for (int t = 0; t < count_; t += kSubBatch) {
+                if (t + 1 == count_)
                     multiply<1>(panel, chunk, t, source, staged, totals);
                 else
                     multiply<kSubBatch>(panel, chunk, t, source, staged, totals);
@@ -120,8 +132,10 @@ class RowGroup {
             release(chunk);
         }
     }
-    // In place of run: the CPU computes it, it is only kept.
-    __device__ void keep() {
+    // In place of begin and run: the CPU computes it, it is only kept.
+    __device__ void keep(const DecodeTile &tile) {
+        fill_ = tile.fill + offset_;
+        expect_first(0);
         for (int chunk = 0; chunk < part_.chunks; ++chunk) {
             take(chunk);
             release(chunk);
@@ -133,8 +147,19 @@ class RowGroup {
     static_assert(kSubBatch == 2, "places by pairs, then one");
 
     __device__ bool is_last(int chunk) const { return chunk + 1 == part_.chunks; }
-    __device__ int expect(int chunk) {
-        return panels_.expect(is_last(chunk) ? panel_last_ + beside_ * row_last_ : kPanel + beside_ * kRow);
+    __device__ void expect(int stage, int chunk) {
+        panels_.expect(stage, is_last(chunk) ? panel_last_ + beside_ * row_last_ : kPanel + beside_ * kRow);
+    }
+    __device__ void expect_first(int beside) {
+        beside_ = beside;
+#pragma unroll 1
+        for (int chunk = 0, stage = first_; chunk < ahead_; ++chunk, stage = panels_.after(stage)) expect(stage, chunk);
+    }
+    // Rows of the first places that do not come with panels are asked for a chunk ahead.
+    __device__ void ask(const Source &source, int chunk) {
+#pragma unroll
+        for (int i = 0; i < kSubBatch; ++i)
+            if (i < count_) asked_[i] = source.ask(__shfl_sync(~0u, index_, i), part_, chunk, lane_);
     }
     // Pieces of a stage: lane 0 has the panel, those behind it a row each.
     __device__ void fetch(int stage, int first, int end, int chunk) {
@@ -145,15 +170,16 @@ class RowGroup {
     }
     __device__ const uint8_t *take(int chunk) {
         const uint8_t *panel = panels_.take();
-        if (tile_.fill)
-            panels_.copy_out(panel, tile_.fill + offset_ + int64_t{chunk} * kPanel,
-                             is_last(chunk) ? panel_last_ : kPanel);
+        if (fill_) panels_.copy_out(panel, fill_ + int64_t{chunk} * kPanel, is_last(chunk) ? panel_last_ : kPanel);
         return panel;
     }
     __device__ void release(int chunk) {
-        if (tile_.fill) panels_.finish_stores();
+        if (fill_) panels_.finish_stores();
         __syncwarp();
-        if (chunk + ahead_ < part_.chunks) fetch(expect(chunk + ahead_), 0, 1 + beside_, chunk + ahead_);
+        if (chunk + ahead_ >= part_.chunks) return;
+        const int stage = panels_.begin();
+        expect(stage, chunk + ahead_);
+        fetch(stage, 0, 1 + beside_, chunk + ahead_);
     }
     // The panel, taken if it is not yet, with places t and those behind it.
     template <int kBatch>
@@ -161,29 +187,33 @@ class RowGroup {
                              float *totals) {
         const bool beside = t < beside_;
         if (!beside) {
-            int index[kBatch];
-#pragma unroll
-            for (int i = 0; i < kBatch; ++i) index[i] = __shfl_sync(~0u, index_, t + i);
             __syncwarp();  // those in front of them are multiplied
-            source.stage(staged, index, part_, chunk, lane_);
+#pragma unroll
+            for (int i = 0; i < kBatch; ++i) {
+                const int index = __shfl_sync(~0u, index_, t + i);
+                const Quad asked = t == 0 ? asked_[i] : source.ask(index, part_, chunk, lane_);
+                source.stage(asked, staged + i * kRow, index, part_, chunk, lane_);
+            }
+            if (t == 0 && !is_last(chunk)) ask(source, chunk + 1);
             __syncwarp();
         }
         if (!panel) panel = take(chunk);
         float sum[kBatch] = {}, *total = totals + t * 32 + lane_;
-        multiply_panel<T, kBatch>(panel, chunk_width(part_, chunk), beside ? panel + kPanel : staged, lane_, sum);
+        multiply_panel<T, kBatch>(panel, chunk_width(part_, chunk), beside ? panel + kPanel + t * kRow : staged, lane_,
+                                  sum);
 #pragma unroll
         for (int i = 0; i < kBatch; ++i) total[i * 32] = __fadd_rn(chunk == 0 ? 0.0f : total[i * 32], sum[i]);
     }
 
-    const DecodeTile &tile_;
     const Part &part_;
     Panels &panels_;
-    const int lane_;
-    const int beside_;  // rows that come with a panel: of the first places
-    const int64_t offset_;
-    const int ahead_, panel_last_, row_last_;
-    const uint8_t *source_;  // of the lane's next piece
-    int first_ = 0, index_ = 0;
+    const int lane_, ahead_, panel_last_, row_last_;
+    const uint8_t *source_ = nullptr;  // of the lane's next piece
+    int64_t offset_ = 0;
+    uint8_t *fill_ = nullptr;
+    int first_ = 0, count_ = 0, index_ = 0;
+    int beside_ = 0;  // rows that come with a panel: of the first places
+    Quad asked_[kSubBatch] = {};
 };
 
 // Written by a kernel in front, which may have been running when this one began: past L1.
@@ -203,43 +233,40 @@ __device__ __forceinline__ DecodeTile tile_of(const Step &step, int index) {
     if (index >= tiles || (tile.host && !tile.fill)) tile.count = 0;
     return tile;
 }
-// Of place `lane` of a tile.
-__device__ __forceinline__ int place_of(const Step &step, const DecodeTile &tile, int lane) {
-    return lane < tile.count ? __ldcg(step.tables.order + tile.first + lane) : 0;
+// Of place `lane` of a tile, asked for beside it.
+__device__ __forceinline__ int place_of(const Step &step, int index, int lane) {
+    return __ldcg(step.tables.order + kMostDecodeTokens * index + min(lane, kMostDecodeTokens - 1));
 }
 __device__ __forceinline__ int input_row(const Step &step, int place) {
     return step.x_per_row == 1 ? place : place / step.x_per_row;
 }
 
 template <class T>
-__global__ void __launch_bounds__(32 * kGateUpWarps, GU_BLOCKS)
+__global__ void __launch_bounds__(32 * kGateUpWarps, kBlocks)
     gate_up_tiles(const __grid_constant__ Step step, const Part gate, const Part up, int stages) {
     extern __shared__ __align__(128) uint8_t memory[];
-    const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y;
-    const int group = static_cast<int>(blockIdx.x);
     constexpr int kBeside = Inputs<T>::kBeside;
+    const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y;
+    const int group = static_cast<int>(blockIdx.x), index = static_cast<int>(blockIdx.y);
     const WarpMemory<T, kBeside> mine(memory, warp, warps, stages, 2);
     Panels panels(mine.stages, mine.barriers, stages, kStageBytes<T, kBeside>, lane);
+    RowGroup<T, Inputs<T>> rows(gate, panels, lane);
+    const uint32_t number = number_of(step);
     wait_for_kernels_in_front();
     let_the_next_kernel_start();
-    const DecodeTile tile = tile_of(step, static_cast<int>(blockIdx.y));
+    const int place = place_of(step, index, lane);
+    const DecodeTile tile = tile_of(step, index);
     if (tile.count == 0) return;
-    const uint32_t number = number_of(step);
     const Inputs<T> inputs = {step};
-    int place = 0;
     // Mostly a warp has gate or up; where there is little shared memory, the only one has both.
-#pragma unroll 1
     for (int matrix = warp; matrix < 2; matrix += warps) {
-        const int64_t offset = matrix ? up.panels + group * up.row_group : gate.panels + group * gate.row_group;
-        RowGroup<T, Inputs<T>> rows(tile, offset, gate, panels, lane);
-        rows.begin();
+        rows.begin(tile.record, matrix ? up.panels + group * up.row_group : gate.panels + group * gate.row_group);
         if (tile.fill && group == 0 && matrix == warp) copy_tail(step.residents, tile);
         if (tile.host) {
-            rows.keep();
+            rows.keep(tile);
             continue;
         }
-        place = place_of(step, tile, lane);
-        rows.begin(inputs, input_row(step, place));
+        rows.begin(tile, inputs, input_row(step, place));
         rows.run(inputs, mine.staged, mine.totals + matrix * kSums);
     }
     if (tile.host) return;
@@ -252,7 +279,7 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, GU_BLOCKS)
 
 // Gate or up, if they differ in type. Gate leaves its rows to up, which makes the hidden ones.
 template <class T>
-__global__ void __launch_bounds__(32 * kDownWarps, DN_BLOCKS)
+__global__ void __launch_bounds__(32 * kDownWarps, kBlocks)
     half_tiles(const __grid_constant__ Step step, const Part part, bool is_up, int stages) {
     extern __shared__ __align__(128) uint8_t memory[];
     const int lane = threadIdx.x, warp = threadIdx.y, warps = blockDim.y;
@@ -267,19 +294,19 @@ __global__ void __launch_bounds__(32 * kDownWarps, DN_BLOCKS)
         let_the_next_kernel_start();
     };
     if (!is_up) wait();
+    const int place = place_of(step, static_cast<int>(blockIdx.y), lane);
     const DecodeTile tile = tile_of(step, static_cast<int>(blockIdx.y));
     const bool empty = tile.count == 0 || group >= part.row_groups;
     float *const total = mine.totals + warp * kSums;
-    RowGroup<T, Inputs<T>> rows(tile, part.panels + group * part.row_group, part, panels, lane);
-    if (!empty) rows.begin();
+    RowGroup<T, Inputs<T>> rows(part, panels, lane);
+    if (!empty) rows.begin(tile.record, part.panels + group * part.row_group);
     if (is_up) wait();
     if (tile.count > 0 && tile.fill && blockIdx.x == 0 && !is_up) copy_tail(step.residents, tile);
     if (empty) return;
-    if (tile.host) return rows.keep();
+    if (tile.host) return rows.keep(tile);
     const uint32_t number = number_of(step);
-    const int place = place_of(step, tile, lane);
     const Inputs<T> inputs = {step};
-    rows.begin(inputs, input_row(step, place));
+    rows.begin(tile, inputs, input_row(step, place));
     rows.run(inputs, mine.staged, total);
 #pragma unroll 1
     for (int t = 0; t < tile.count; ++t) {
@@ -299,7 +326,7 @@ __global__ void __launch_bounds__(32 * kDownWarps, DN_BLOCKS)
 // gate/up run, and waits only for what these hand over; one block is there until gate/up has ended, for the kernel
 // behind, which waits for this one alone.
 template <class T>
-__global__ void __launch_bounds__(32 * kDownWarps, DN_BLOCKS)
+__global__ void __launch_bounds__(32 * kDownWarps, kBlocks)
     down_tiles(const __grid_constant__ Step step, const Part down, int stages) {
     extern __shared__ __align__(128) uint8_t memory[];
     constexpr int kBeside = Hidden<T>::kBeside;
@@ -318,16 +345,17 @@ __global__ void __launch_bounds__(32 * kDownWarps, DN_BLOCKS)
     float *const total = mine.totals + warp * kSums;
     Panels panels(mine.stages, mine.barriers, stages, kStageBytes<T, kBeside>, lane);
     // Gate/up lets this kernel start only when it has seen the end of resolve: the tiles are there.
+    const Hidden<T> hidden = {step, number_of(step)};
+    const int place = place_of(step, index, lane);
     const DecodeTile tile = tile_of(step, index);
     if (tile.count > 0 && group < down.row_groups) {
-        RowGroup<T, Hidden<T>> rows(tile, down.panels + group * down.row_group, down, panels, lane);
-        rows.begin();
-        const Hidden<T> hidden = {step, number_of(step)};
-        const int place = place_of(step, tile, lane);
+        RowGroup<T, Hidden<T>> rows(down, panels, lane);
+        if (!tile.host) rows.ask(hidden, tile.count, place);  // in front of the panels, behind which it would wait
+        rows.begin(tile.record, down.panels + group * down.row_group);
         if (tile.host) {
-            rows.keep();
+            rows.keep(tile);
         } else {
-            rows.begin(hidden, place);
+            rows.begin(tile, hidden, place);
             rows.run(hidden, mine.staged, total);
         }
         if (warp == 0 && lane == 0) note_ready(step.bell);
@@ -335,30 +363,42 @@ __global__ void __launch_bounds__(32 * kDownWarps, DN_BLOCKS)
         for (int t = 0; t < tile.count && !tile.host; ++t) {
             const int64_t to = __shfl_sync(~0u, place, t);
             if (r < down.rows)
-                step.rows[to * down.rows + r] =
-                    finish_row(total[t * 32 + lane], tile.record, down.scale, down.bias, r);
+                step.rows[to * down.rows + r] = finish_row(total[t * 32 + lane], tile.record, down.scale, down.bias, r);
         }
     }
     if (blockIdx.x == 0 && blockIdx.y == 0) wait_for_kernels_in_front();
 }
 
-__global__ void combine_tiles(const Step step, int64_t columns) {
+// A block has some columns of a token.
+__global__ void combine_tiles(const __grid_constant__ Step step, int64_t columns) {
+    constexpr int kTurn = 8;
+    __shared__ int ids[kMostDecodePlaces];
+    __shared__ float weights[kMostDecodePlaces];
+    const int thread = threadIdx.x, threads = blockDim.x, k = step.k;
+    const int64_t token = blockIdx.y, column = int64_t{blockIdx.x} * threads + thread;
+    // What resolve and the kernels in front of it wrote is there: down lets this kernel start only then.
+    for (int j = thread; j < k; j += threads) {
+        ids[j] = __ldcg(step.tables.ids + token * k + j);
+        weights[j] = widen_past_l1(step.weights, step.weights_dtype, token * k + j);
+    }
+    __syncthreads();
     wait_for_kernels_in_front();
     let_the_next_kernel_start();
-    const int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
-    if (i >= step.tokens * columns) return;
-    const int64_t token = i / columns, column = i % columns;
-    float y = 0.0f;
-#pragma unroll 8
-    for (int64_t place = token * step.k; place < (token + 1) * step.k; ++place) {
-        // No branch around the loads: those of all places are in flight at once.
-        const int id = __ldcg(step.tables.ids + place);
-        const float row = id >= 0 ? __ldcg(step.rows + place * columns + column) : num::nan();
-        const float next = num::mp_fma(widen(step.weights, step.weights_dtype, place), row, y);
-        y = id == -1 ? y : next;
+    if (column < columns) {
+        const float *from = step.rows + token * k * columns + column;
+        float y = 0.0f;
+        for (int base = 0; base < k; base += kTurn) {
+            float row[kTurn];  // in flight at once
+#pragma unroll
+            for (int i = 0; i < kTurn; ++i)
+                row[i] = base + i < k && ids[base + i] >= 0 ? __ldcg(from + (base + i) * columns) : num::nan();
+#pragma unroll
+            for (int i = 0; i < kTurn; ++i)
+                if (base + i < k && ids[base + i] != -1) y = num::mp_fma(weights[base + i], row[i], y);
+        }
+        step.out[token * columns + column] = num::finish(y);
     }
-    step.out[i] = num::finish(y);
-    if (threadIdx.x > 0) return;
+    if (thread > 0) return;
     note_end(step.bell);
     count_step(step);
 }
@@ -378,16 +418,18 @@ dim3 blocks_of(const Matrix &matrix, const DecodeConfig &c, int tiles) {
 template <class T>
 void launch_half(const Matrix &matrix, bool is_up, const Step &step, cudaStream_t stream) {
     const DecodeConfig c = half_config<T>(matrix, most_dynamic_bytes());
-    launch(half_tiles<T>, blocks_of(matrix, c, step.most_tiles), threads(c), c.shared_bytes, stream, step,
-           Part(matrix), is_up, c.stages);
+    launch(half_tiles<T>, blocks_of(matrix, c, step.most_tiles), threads(c), c.shared_bytes, stream, step, Part(matrix),
+           is_up, c.stages);
 }
 template <class T>
 void launch_down(const Matrix &down, const Step &step, cudaStream_t stream) {
     const DecodeConfig c = down_config<T>(down, step.k, most_dynamic_bytes());
     launch_behind(!step.bell.by_nodes, down_tiles<T>, blocks_of(down, c, step.most_tiles + (step.bell.state ? 1 : 0)),
                   threads(c), c.shared_bytes, stream, step, Part(down), c.stages);
-    launch(combine_tiles, static_cast<unsigned>((step.tokens * down.rows + 255) / 256), dim3(256), 0, stream, step,
-           down.rows);
+    constexpr int kColumns = 256;
+    launch(combine_tiles,
+           dim3(static_cast<unsigned>((down.rows + kColumns - 1) / kColumns), static_cast<unsigned>(step.tokens)),
+           dim3(kColumns), 0, stream, step, down.rows);
 }
 
 template <class T>

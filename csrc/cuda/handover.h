@@ -1,6 +1,6 @@
 // How gate/up hands the hidden rows to down, which runs beside it: in words that carry the number of the step, three of
-// data and the number in 16 bytes that are stored and loaded at once. Who finds the number has the data, so nobody needs
-// a fence, a count or a flag, and each warp waits for what it needs alone.
+// data and the number in 16 bytes that are stored and loaded at once. Who finds the number has the data, so nobody
+// needs a fence, a count or a flag, and each warp waits for what it needs alone.
 //
 // Quantised, a block of 32 columns is four such quads: the twelve words of an ActivationBlock in their order. Of floats
 // a column is a word beside the number, 8 bytes.
@@ -26,7 +26,8 @@ __device__ __forceinline__ uint32_t number_of(const Step &step) {
 }
 // By one thread of each block of the last kernel, at its end. Together they add 2^32.
 __device__ __forceinline__ void count_step(const Step &step) {
-    atomicAdd(step.tables.steps, blockIdx.x == 0 ? (1ull << 32) - (gridDim.x - 1) : 1ull);
+    const bool first = blockIdx.x == 0 && blockIdx.y == 0;
+    atomicAdd(step.tables.steps, first ? (1ull << 32) - (gridDim.x * gridDim.y - 1) : 1ull);
 }
 
 __device__ __forceinline__ void store_quad(uint4 *at, uint32_t a, uint32_t b, uint32_t c, uint32_t number) {
@@ -70,23 +71,18 @@ __device__ __forceinline__ void hand_over(const Quantised &made, int lane, uint4
                                 : third,
                    number);
 }
-// `blocks` of them, at most 8, of each of some rows, to shared memory by one warp: a quad of a row a lane. All rows are
-// asked for at once.
-template <int kRows>
-__device__ __forceinline__ void await_blocks(const uint4 *const (&from)[kRows], int blocks, uint32_t number, int lane,
-                                             uint8_t *to, int row_bytes) {
+// `blocks` of them, at most 8, to shared memory by one warp: a quad a lane, which may have been asked for ahead.
+__device__ __forceinline__ Quad ask_blocks(const uint4 *from, int blocks, int lane) {
+    return lane < kQuads * blocks ? load_quad(from + lane) : Quad{};
+}
+__device__ __forceinline__ void await_blocks(Quad quad, const uint4 *from, int blocks, uint32_t number, int lane,
+                                             uint8_t *to) {
     if (lane >= kQuads * blocks) return;
-    Quad quad[kRows];
-#pragma unroll
-    for (int row = 0; row < kRows; ++row) quad[row] = load_quad(from[row] + lane);
-#pragma unroll
-    for (int row = 0; row < kRows; ++row) {
-        while (quad[row].number() != number) quad[row] = load_quad(from[row] + lane);
-        uint32_t *const words = reinterpret_cast<uint32_t *>(to + row * row_bytes) + 3 * lane;
-        words[0] = static_cast<uint32_t>(quad[row].low);
-        words[1] = static_cast<uint32_t>(quad[row].low >> 32);
-        words[2] = static_cast<uint32_t>(quad[row].high);
-    }
+    while (quad.number() != number) quad = load_quad(from + lane);
+    uint32_t *const words = reinterpret_cast<uint32_t *>(to) + 3 * lane;
+    words[0] = static_cast<uint32_t>(quad.low);
+    words[1] = static_cast<uint32_t>(quad.low >> 32);
+    words[2] = static_cast<uint32_t>(quad.high);
 }
 
 __device__ __forceinline__ void hand_over(float value, uint64_t *at, uint32_t number) {

@@ -63,18 +63,22 @@ class Panels {
         return theirs;
     }
 
-    // Begins the next stage: so many bytes will come into it. If it was in use, it must have been released.
-    __device__ int expect(int bytes) {
+    // The next stage to be filled. If it was in use, it must have been released.
+    __device__ int begin() {
         const int stage = fetched_;
         fetched_ = after(stage);
+        return stage;
+    }
+    // So many bytes come into a stage in all: it can be taken when they are there. Once for each filling of it, before
+    // or behind the copies are started.
+    __device__ void expect(int stage, int bytes) {
 #if __CUDA_ARCH__ >= 900
         if (lane_ == 0)
-            asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(
-                             shared_address(barriers_ + stage)),
-                         "r"(bytes)
-                         : "memory");
+            asm volatile(
+                "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barriers_ + stage)),
+                "r"(bytes)
+                : "memory");
 #endif
-        return stage;
     }
     // Starts a copy into a stage by each lane from `first` up to `end`: `bytes` from `source` to `at` in it.
     __device__ void fetch(int stage, int first, int end, const uint8_t *source, int at, int bytes) {
@@ -88,8 +92,8 @@ class Panels {
                 : "memory");
 #else
         for (int who = first; who < end; ++who) {
-            const auto *from = reinterpret_cast<const uint8_t *>(
-                __shfl_sync(~0u, reinterpret_cast<unsigned long long>(source), who));
+            const auto *from =
+                reinterpret_cast<const uint8_t *>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(source), who));
             uint8_t *const to = target + __shfl_sync(~0u, at, who);
             const int size = __shfl_sync(~0u, bytes, who);
             for (int i = 16 * lane_; i < size; i += 16 * 32)
@@ -99,13 +103,17 @@ class Panels {
 #endif
     }
     // Starts the copy of the warp's next panel, which is a stage.
-    __device__ void fetch(const uint8_t *source, int bytes) { fetch(expect(bytes), 0, 1, source, 0, bytes); }
+    __device__ void fetch(const uint8_t *source, int bytes) {
+        const int stage = begin();
+        expect(stage, bytes);
+        fetch(stage, 0, 1, source, 0, bytes);
+    }
     __device__ int stages() const { return stages_; }
     // The stage that is begun next, and the one behind a stage.
     __device__ int next() const { return fetched_; }
     __device__ int after(int stage) const { return stage + 1 == stages_ ? 0 : stage + 1; }
 
-    // Waits for the stage begun first of those not yet taken.
+    // Waits until all is there of the stage begun first of those not yet taken.
     __device__ const uint8_t *take() {
         const int stage = taken_;
         taken_ = after(stage);

@@ -75,7 +75,8 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         const int n = e < experts ? count[e] : 0, chunk = e >> 5;
         const bool absent = n > 0 && slot[e] < 0;
         const unsigned absentees = __ballot_sync(~0u, absent), present = __ballot_sync(~0u, n > 0 && !absent);
-        const uint32_t here = Pair::of(n, (n + kMostDecodeTokens - 1) / kMostDecodeTokens).word;
+        const int most = absent ? kMostDecodeTokens : kResidentPlaces;  // of a tile
+        const uint32_t here = Pair::of(n, (n + most - 1) / most).word;
         const uint32_t up_to = kSingle ? 0 : warp_inclusive_sum(here, lane);
         if (!kSingle && e < experts) books.first[e] = {up_to - here};
         if (lane < 31 || chunk >= chunks) return;
@@ -184,37 +185,35 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         return s;
     };
     const auto slot_address = [&](int s) { return residents.arena + s * residents.record_bytes; };
-    const auto tile_of = [&](int e, int begin, int n) {
+    const auto tile_of = [&](int e, int n) {
         const int fill = slot[e] < 0 && met > 0 ? slot_for(e) : -1;
         return DecodeTile{slot[e] >= 0 ? slot_address(slot[e]) : books.record[e],
-                          fill >= 0 ? slot_address(fill) : nullptr,
-                          begin,
-                          n,
-                          kBell ? books.host[e] : 0,
-                          0};
+                          fill >= 0 ? slot_address(fill) : nullptr, n, kBell ? books.host[e] : 0, 0};
     };
     if constexpr (kSingle) {
-        each(places, [&](int j) {
-            tables.tiles[j] = id[j] >= 0 ? tile_of(id[j], j, 1) : DecodeTile{nullptr, nullptr, j, 0, 0, 0};
-        });
+        each(places, [&](int j) { tables.tiles[j] = id[j] >= 0 ? tile_of(id[j], 1) : DecodeTile{}; });
     } else {
+        const auto most_of = [&](int e) { return slot[e] < 0 ? kMostDecodeTokens : kResidentPlaces; };
         const uint32_t before = placed_up_to - placed_here;
         each_together(experts, [&](int e) {
             const uint32_t begin = __shfl_sync(~0u, before, min(e >> 5, chunks - 1));
             if (e >= experts || count[e] == 0) return;
             const Pair first = {begin + books.first[e].word};
-            DecodeTile tile = tile_of(e, first.low(), 0);
+            const int most = most_of(e);
+            DecodeTile tile = tile_of(e, 0);
 #pragma unroll 1
-            for (int i = 0, left = count[e]; left > 0; ++i, left -= kMostDecodeTokens) {
-                tile.count = min(kMostDecodeTokens, left);
+            for (int i = 0, left = count[e]; left > 0; ++i, left -= most) {
+                tile.count = min(most, left);
                 tables.tiles[first.high() + i] = tile;
-                tile.first += kMostDecodeTokens;
             }
         });
         each_together(places, [&](int j) {
             const int e = j < places ? max(id[j], 0) : 0;
             const uint32_t begin = __shfl_sync(~0u, before, e >> 5);
-            if (j < places && id[j] >= 0) tables.order[Pair{begin + books.first[e].word}.low() + books.turn[j]] = j;
+            if (j >= places || id[j] < 0) return;
+            const int most = most_of(e), turn = books.turn[j];
+            const int tile = Pair{begin + books.first[e].word}.high() + turn / most;
+            tables.order[kMostDecodeTokens * tile + turn % most] = j;
         });
     }
     if (!kSingle && thread == 0) *tables.tile_count = placed.high();

@@ -13,15 +13,17 @@ namespace moepool {
 namespace cuda {
 
 constexpr int kMostDecodeTokens = 16;   // also the most places of a tile
+constexpr int kResidentPlaces = 2;      // the most of a tile whose expert is in a slot
 constexpr int kMostDecodePlaces = 512;  // tokens * k
 
-// Places of one expert that are computed together.
+// Places of one expert that are computed together. What crosses the link does so once for all of its places; of an
+// expert in a slot a few are enough for a tile, for its other tiles find it in the level-2 cache.
 struct alignas(16) DecodeTile {
     const uint8_t *record;  // where it is read; NULL: a skipped place of a single token
     uint8_t *fill;          // the slot it goes to as well, or NULL
-    int32_t first, count;   // of order
+    int32_t count;          // of places
     int32_t host;           // the CPU computes it: it is read only to fill the slot
-    int32_t zero;           // 0: a tile is read whole
+    int64_t zero;           // 0: a tile is read whole
 };
 
 // An expert that this step brings into a slot. While a single token's kernels look slots up by themselves, the map must
@@ -42,7 +44,7 @@ struct Residents {
 // What resolve writes for the kernels behind it.
 struct StepTables {
     int32_t *ids;    // as int32, Route::kInvalid if out of range
-    int32_t *order;  // places by tile
+    int32_t *order;  // places of a tile, kMostDecodeTokens each
     DecodeTile *tiles;
     int32_t *tile_count;
     Commit *commits;  // with their count, not before resolve's kernel has ended
@@ -62,12 +64,12 @@ struct Step {
     StepTables tables;
     const void *x;  // activation rows
     moepool_dtype x_dtype;
-    int32_t x_per_row;        // places that share a row
-    ActivationBlock *input;   // the same quantised, if gate or up is
-    float *gated;             // (places, rows of gate), if up is of another type
-    uint4 *handed;            // hidden rows, of handover.h: (places, blocks, 4), or
-    uint64_t *handed_x;       // (places, columns)
-    float *rows;              // (places, rows of down), unless single, and of the CPU
+    int32_t x_per_row;       // places that share a row
+    ActivationBlock *input;  // the same quantised, if gate or up is
+    float *gated;            // (places, rows of gate), if up is of another type
+    uint4 *handed;           // hidden rows, of handover.h: (places, blocks, 4), or
+    uint64_t *handed_x;      // (places, columns)
+    float *rows;             // (places, rows of down), unless single, and of the CPU
     const void *weights;
     moepool_dtype weights_dtype;
     float *out;
