@@ -193,10 +193,12 @@ def hidden_of(gate: str, up: str) -> int:
     return SIZES[max(cases.LAYOUTS[gate].block, cases.LAYOUTS[up].block)][0]
 
 
-def layer_of_types(gate: str, down: str, up: str = "") -> moepool.Layer:
+def layer_of_types(
+    gate: str, down: str, up: str = "", *, hidden: int | None = None, width: int | None = None
+) -> moepool.Layer:
     """Rows and columns that fill no panel and no chunk, scales, biases. Up is of gate's type unless said."""
     up = up or gate
-    hidden, width = hidden_of(gate, up), SIZES[cases.LAYOUTS[down].block][1]
+    hidden, width = hidden or hidden_of(gate, up), width or SIZES[cases.LAYOUTS[down].block][1]
     shapes = {"gate": (gate, width, hidden), "up": (up, width, hidden), "down": (down, DOWN_ROWS, width)}
     draw = cases.Stream("decode", gate, up, down)
     return ffn_layer(
@@ -225,6 +227,31 @@ def test_every_step_is_the_cpus(gate: str, up: str, down: str, cupy: Any) -> Non
                 follow(
                     cupy, pool, law, steps, number % 2, f"{gate}, {up} and {down}, {slots} slots, {options}"
                 )
+
+
+@pytest.mark.parametrize(
+    ("gate", "up", "down", "hidden", "width"),
+    [
+        ("q4_k", "q4_k", "q6_k", 1280, 1536),
+        ("q8_0", "q8_0", "iq4_nl", 1184, 1056),
+        ("f16", "f16", "f32", 1101, 1061),
+        ("q5_0", "q4_k", "mxfp4", 1280, 1056),
+    ],
+)
+@pytest.mark.parametrize("slots", [3, EXPERTS])
+def test_rows_of_more_chunks_than_are_under_way(
+    gate: str, up: str, down: str, hidden: int, width: int, slots: int, cupy: Any
+) -> None:
+    """Five and six chunks a row, the last ones mostly short, and up to sixteen places of an expert."""
+    layer = layer_of_types(gate, down, up, hidden=hidden, width=width)
+    kinds = [("plain", 1), ("plain", 3), ("repeats", 16), ("some", 2), ("plain", 16), ("plain", 1)]
+    steps = [step_of(kind, tokens, hidden, number) for number, (kind, tokens) in enumerate(kinds)]
+    with (
+        few_slots(),
+        moepool.Pool(layer, slots, device=DEVICE) as pool,
+        moepool.Pool(layer, slots) as law,
+    ):
+        follow(cupy, pool, law, steps, slots % 2, f"{gate}, {up} and {down}, {slots} slots")
 
 
 def follow(

@@ -1,16 +1,19 @@
 // A decode step of a whole layer on the device: no host in the loop, so that a CUDA graph can hold it.
 //
 //   resolve   one block takes the residency law's step and cuts the places into tiles; others quantise x
-//   gate/up   a block computes 32 hidden columns of a tile: both products, swiglu, and their quantised block
-//   down      a block computes 32 outputs of a tile; of a single token, of all its places, and combines them
-//   combine   for more tokens than one
+//   gate/up   two warps compute 32 hidden columns of a tile: gate's rows and up's, then swiglu and their quantised block
+//   down      a warp computes 32 outputs of a tile
+//   combine   adds a token's rows up
 //
 // Gate and up of two types are two kernels, so that none is made for pairs of types: gate leaves its rows to up. A
 // single token is then taken as several are.
 //
 // Else there are but two kernels of a single token. Hits need only a look-up, which gate/up and down do themselves;
-// resolve is a block of gate/up that runs beside the others, and x is quantised where it is used. Down begins when
-// every block of gate/up runs, asks for its weights, and takes each hidden row when it is there (handover.h).
+// resolve is a block of gate/up that runs beside the others, x is quantised where it is used, and a block of down
+// computes 32 outputs of all places and combines them.
+//
+// Down begins when every block of gate/up runs, asks for its weights, and takes each hidden row when it is there
+// (handover.h).
 //
 // A tile's record is read where it lies: in a slot, or in page-locked host memory over the link. If the step admits the
 // expert, the blocks that read its panels write them into its slot as well, so that a miss crosses the link once. Next
