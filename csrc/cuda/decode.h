@@ -1,7 +1,7 @@
 // A decode step of a whole layer on the device: no host in the loop, so that a CUDA graph can hold it.
 //
 //   resolve   one block takes the residency law's step and cuts the places into tiles; others quantise x
-//   gate/up   two warps compute 32 hidden columns of a tile: gate's rows and up's, then swiglu and their quantised block
+//   gate/up   two warps compute 32 hidden columns of a tile: gate's rows, up's, then swiglu and a quantised block
 //   down      a warp computes 32 outputs of a tile
 //   combine   adds a token's rows up
 //
