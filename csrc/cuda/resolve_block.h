@@ -78,6 +78,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         const uint32_t here = Pair::of(n, (n + kMostDecodeTokens - 1) / kMostDecodeTokens).word;
         const uint32_t up_to = kSingle ? 0 : warp_inclusive_sum(here, lane);
         if (!kSingle && e < experts) books.first[e] = {up_to - here};
+        if (kBell && e < experts) books.host[e] = absent;
         if (lane < 31 || chunk >= chunks) return;
         tally.absentees[chunk] = absentees;
         tally.found[chunk] = Pair::of(__popc(present), __popc(absentees));
@@ -108,6 +109,26 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         if (policy::counts(p)) epoch = policy::epoch_of(p, tick);
         note_uses(p, books, experts, slots, tick, epoch, p.kind == MOEPOOL_POLICY_REELECT ? a.state->election : 0);
     };
+
+    const auto ask_the_cpu = [&] { post(tally.step, outlook, a.columns, a.quantised, a.floats, id, books.host); };
+    bool shares = false;
+    if constexpr (kBell) {
+        // The CPU is told at once, unless it computes some of the missing experts alone: these are the last ones of the
+        // order in which they come in, which is not known yet.
+        const bool all_host = hosts_all(step, outlook);
+        hosted_misses = records_for_host(step, outlook, misses, hits + misses, wanted_places, tick);
+        hosted = hosted_misses + (all_host ? hits : 0);
+        shares = hosted_misses > 0 && hosted_misses < misses;
+        if (thread == 0) begin_times(step, hits + misses, wanted_places);
+        if (all_host) {
+            each(experts, [&](int e) { books.host[e] = count[e] > 0; });
+            __syncthreads();
+        }
+        if (hosted == 0)
+            post_nothing(step.bell);
+        else if (!shares)
+            ask_the_cpu();
+    }
 
     if (misses > 0) {
         keep_law();
@@ -144,20 +165,10 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         }
     }
     if constexpr (kBell) {
-        // The CPU computes the last ones of the order in which the missing come in, and is told at once.
-        const bool all_host = hosts_all(step, outlook);
-        hosted_misses = records_for_host(step, outlook, misses, hits + misses, wanted_places, tick);
-        hosted = hosted_misses + (all_host ? hits : 0);
-        if (thread == 0) begin_times(step, hits + misses, wanted_places);
-        if (hosted > 0) {
-            if (all_host)
-                each(experts, [&](int e) { books.host[e] = count[e] > 0; });
-            else
-                each(hosted_misses, [&](int i) { books.host[ranked[misses - 1 - i]] = 1; });
+        if (shares) {
+            each(misses, [&](int i) { books.host[ranked[i]] = i >= misses - hosted_misses; });
             __syncthreads();
-            post(step, outlook, a.columns, a.quantised, a.floats, id, books.host);
-        } else {
-            post_nothing(step.bell);
+            ask_the_cpu();
         }
     }
     if (met > 0) {
@@ -190,7 +201,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
                           fill >= 0 ? slot_address(fill) : nullptr,
                           begin,
                           n,
-                          kBell ? books.host[e] : 0,
+                          kBell && hosted > 0 ? books.host[e] : 0,
                           0};
     };
     if constexpr (kSingle) {
@@ -259,7 +270,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         a.state->tick = tick;
         if (advances && p.kind == MOEPOOL_POLICY_REELECT) a.state->election = epoch;
         if constexpr (kBell) {
-            learn(step, outlook);
+            learn(tally.step, outlook);
             if (divides) note_step(step.bell, misses - hosted_misses, hosted, hits + misses);
         }
         DeviceSteps::Counts &counts = a.state->counts;
