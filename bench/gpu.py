@@ -207,10 +207,14 @@ class Replay:
             if round_ > 0 and time.perf_counter() > end:
                 break
 
+    def once(self) -> float:
+        """What a layer takes with the kernel in front of it, on average of once round the trace."""
+        return self._once(self._graph)
+
     def time(self, seconds: float) -> tuple[Timing, Timing]:
-        """What a layer takes with the kernel in front of it, and what that kernel takes alone. A sample is
-        once round the trace."""
-        parts = self.steps * self.layers
-        whole = repeated(lambda: self._gpu.microseconds(lambda: self._round(self._graph)), seconds)
-        routers = repeated(lambda: self._gpu.microseconds(lambda: self._round(self._routers)), seconds / 10)
-        return whole.over(parts), routers.over(parts)
+        """What a layer takes with the kernel in front of it, and what that kernel takes alone."""
+        return repeated(self.once, seconds), repeated(lambda: self._once(self._routers), seconds / 10)
+
+    def _once(self, graph: Any) -> float:
+        parts = int(self.steps * self.layers)
+        return self._gpu.microseconds(lambda: self._round(graph)) / parts

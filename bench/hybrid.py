@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,13 +12,14 @@ import numpy as np
 import moepool
 from bench.cpu import read_rate, read_size
 from bench.gpu import Gpu, Replay
-from bench.measure import SPREAD, Column, Report, Row, gigabytes_a_second
+from bench.measure import SPREAD, Column, Report, Row, by_turns, gigabytes_a_second
 from bench.workload import I32, Shape, layers_of, quiet, skewed_trace
 
 STEPS = 128
 SETTLING = 1.0  # seconds until rates, shares and residents are what they stay
 
 WAYS = ("stream", "host", "auto", "static")
+COUNTED = ("steps", "hits", "misses", "copied_bytes", "in_place_bytes", "host_bytes", "step_backs")
 
 COLUMNS = (
     Column("type", "type"),
@@ -57,10 +59,7 @@ def hybrid(
         for count in tokens:
             trace = skewed_trace(STEPS, layers, count, shape.k, shape.experts)
             for number in slots:
-                rows = [
-                    _row(gpu, made, trace, min(number, shape.experts), way, ffn, count, seconds)
-                    for way in WAYS
-                ]
+                rows = _rows(gpu, made, trace, min(number, shape.experts), ffn, count, seconds)
                 auto = rows[WAYS.index("auto")]
                 auto["best_ratio"] = min(row["us"] for row in rows) / auto["us"]
                 for row in rows:
@@ -83,46 +82,58 @@ def options_of(way: str, trace: I32, layer: int, experts: int, slots: int) -> di
     return {"miss": "host", "policy": "static", "hot": hot}
 
 
-def _row(
+def _counts(pools: Sequence[moepool.Pool]) -> Counter[str]:
+    """What all of them have counted together."""
+    total: Counter[str] = Counter()
+    for pool in pools:
+        stats = pool.stats()
+        total.update({name: getattr(stats, name) for name in COUNTED})
+    return total
+
+
+def _rows(
     gpu: Gpu,
     layers: Sequence[moepool.Layer],
     trace: I32,
     slots: int,
-    way: str,
     ffn: Any,
     tokens: int,
     seconds: float,
-) -> Row:
-    record = layers[0].record_bytes
+) -> list[Row]:
+    """All ways, by turns."""
+    x, weights = ffn.x(tokens), ffn.router(tokens)
+    sides: list[tuple[list[moepool.Pool], Replay]] = []
     with quiet():
-        pools = [
-            moepool.Pool(layer, slots, device="cuda:0", **options_of(way, trace, i, layer.experts, slots))
-            for i, layer in enumerate(layers)
-        ]
-        replay = Replay(gpu, pools, trace, ffn.x(tokens), ffn.router(tokens))
-        replay.check(f"{slots} slots, {way}")
-        replay.warm_up(SETTLING)
-        before = [pool.stats() for pool in pools]
-        timing, router = replay.time(seconds)
-        after = [pool.stats() for pool in pools]
-    for pool in pools:
-        pool.close()
-
-    def counted(name: str) -> int:
-        return sum(getattr(b, name) - getattr(a, name) for a, b in zip(before, after, strict=True))
-
-    steps, wanted = counted("steps"), counted("hits") + counted("misses")
-    linked, hosted = (
-        (counted("copied_bytes") + counted("in_place_bytes")) / steps,
-        counted("host_bytes") / steps,
-    )
-    return timing.row() | {
-        "slots": slots,
-        "way": way,
-        "router_us": router.median,
-        "hit_rate": counted("hits") / wanted,
-        "link_megabytes": linked / 1e6,
-        "cpu_megabytes": hosted / 1e6,
-        "rate": gigabytes_a_second(wanted * record / steps, timing.median),
-        "step_backs": counted("step_backs"),
-    }
+        for way in WAYS:
+            pools = [
+                moepool.Pool(layer, slots, device="cuda:0", **options_of(way, trace, i, layer.experts, slots))
+                for i, layer in enumerate(layers)
+            ]
+            if min(pool.slots for pool in pools) < slots:
+                raise click.ClickException(f"{slots} slots do not fit for each way: take fewer layers")
+            sides.append((pools, Replay(gpu, pools, trace, x, weights)))
+            sides[-1][1].check(f"{slots} slots, {way}")
+            sides[-1][1].warm_up(SETTLING)
+        before = [_counts(pools) for pools, _ in sides]
+        timings = by_turns([replay.once for _, replay in sides], seconds)
+        counts = [after - b for after, b in zip((_counts(pools) for pools, _ in sides), before, strict=True)]
+    for pools, _ in sides:
+        for pool in pools:
+            pool.close()
+    record = layers[0].record_bytes
+    rows: list[Row] = []
+    for way, timing, count in zip(WAYS, timings, counts, strict=True):
+        steps, wanted = count["steps"], count["hits"] + count["misses"]
+        rows.append(
+            timing.row()
+            | {
+                "slots": slots,
+                "way": way,
+                "hit_rate": count["hits"] / wanted,
+                "link_megabytes": (count["copied_bytes"] + count["in_place_bytes"]) / steps / 1e6,
+                "cpu_megabytes": count["host_bytes"] / steps / 1e6,
+                "rate": gigabytes_a_second(wanted * record / steps, timing.median),
+                "step_backs": count["step_backs"],
+            }
+        )
+    return rows

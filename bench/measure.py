@@ -50,11 +50,27 @@ def repeated(sample: Callable[[], float], seconds: float, least: int = 5, most: 
         Does what is measured and tells its microseconds.
     seconds, least, most
     """
-    values: list[float] = []
-    end = time.perf_counter() + seconds
-    while len(values) < least or (len(values) < most and time.perf_counter() < end):
-        values.append(sample())
-    return Timing.of(values)
+    return by_turns([sample], seconds, least, most)[0]
+
+
+def by_turns(
+    samples: Sequence[Callable[[], float]], seconds: float, least: int = 5, most: int = 500
+) -> list[Timing]:
+    """The same of several, one sample of each after the other: what else the machine does hits all of them.
+
+    Parameters
+    ----------
+    samples
+    seconds
+        For each.
+    least, most
+    """
+    values: list[list[float]] = [[] for _ in samples]
+    end = time.perf_counter() + seconds * len(samples)
+    while len(values[0]) < least or (len(values[0]) < most and time.perf_counter() < end):
+        for sample, mine in zip(samples, values, strict=True):
+            mine.append(sample())
+    return [Timing.of(mine) for mine in values]
 
 
 def host_microseconds(call: Callable[[], object]) -> float:

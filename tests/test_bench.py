@@ -252,6 +252,18 @@ def test_medians_and_spreads() -> None:
     assert measure.gigabytes_a_second(4640e3, 1.0) == 4640
 
 
+def test_samples_by_turns() -> None:
+    order: list[str] = []
+
+    def sample(name: str) -> float:
+        order.append(name)
+        return float(len(order))
+
+    timings = measure.by_turns([lambda: sample("a"), lambda: sample("b")], seconds=0, least=3)
+    assert "".join(order) == "ababab"
+    assert [(timing.median, timing.samples) for timing in timings] == [(3, 3), (4, 3)]
+
+
 # ----------------------------------------------------------------------------------------------------- traces
 
 

@@ -179,6 +179,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     "case",
     [
         "every_item_is_done_once",
+        "alone_in_rising_order",
         "later_items_wait_for_earlier_ones",
         "who_waits_is_told_that_the_call_is_stopped",
     ],

@@ -23,7 +23,8 @@ namespace {
 constexpr int64_t kSliceTokens = 512;  // tokens that ffn keeps intermediate rows for
 constexpr int64_t kItemPlaces = 1024;  // of an expert in one item: so long a call goes on when it is to end
 constexpr int64_t kPartRowGroups = 4;  // of down in one item of few places: to count one costs a tenth of a microsecond
-constexpr int64_t kElements = 1 << 14;  // of an elementwise op in one item
+constexpr int64_t kAloneBytes = 32 << 10;  // of records, a row each, that one thread multiplies sooner than several
+constexpr int64_t kElements = 1 << 14;     // of an elementwise op in one item
 
 class CpuSlots : public Slots {
   public:
@@ -204,15 +205,22 @@ void chain(const Places &slice, const std::vector<Route::Group> &groups, const s
             multiply(slice, groups[static_cast<size_t>(g)], down, r, [&](int64_t place) { return hidden[place]; }, out);
         if (part_left.done(part)) finish(begin * kPanelRows, std::min(end * kPanelRows, down.rows));
     };
-    const int64_t first = count * gate.row_groups();  // of down
-    parallel_for(first + count * parts, first, [&](int64_t item) {
+    const int64_t first = count * gate.row_groups(), items = first + count * parts;  // first: of down
+    auto take = [&](int64_t item) {
         if (item < first) {
             gate_up(groups[static_cast<size_t>(item / gate.row_groups())], item % gate.row_groups());
             hidden_left.done(item / gate.row_groups());
         } else {
             down_part((item - first) / parts, (item - first) % parts);
         }
-    });
+    };
+    int64_t rows = 0, bytes = 0;
+    for (const Route::Group &group : groups) rows += group.count;
+    for (const Matrix &m : matrices) bytes += m.row_groups() * m.row_group;
+    if (rows * bytes <= kAloneBytes)
+        alone_for(items, take);
+    else
+        parallel_for(items, first, take);
 }
 
 template <class Finish>

@@ -452,6 +452,10 @@ void parallel_for(int64_t count, int64_t second, void (*body)(void *, int64_t), 
         if (outcome == Workers::kStopped) fail_interrupted();
         if (outcome == Workers::kDone) return;
     }
+    alone_for(count, body, context);
+}
+
+void alone_for(int64_t count, void (*body)(void *, int64_t), void *context) {
     const FloatEnvironment environment;
     const bool asks = interrupt.asks();
     for (int64_t i = 0; i < count; ++i) {

@@ -3,6 +3,7 @@
 
 #include <atomic>
 #include <cstdint>
+#include <type_traits>
 #include <utility>
 
 #include "moepool.h"
@@ -18,11 +19,21 @@ void parallel_for(int64_t count, int64_t second, void (*body)(void *, int64_t), 
 
 template <class Body>
 void parallel_for(int64_t count, int64_t second, Body &&body) {
-    parallel_for(count, second, [](void *context, int64_t i) { (*static_cast<Body *>(context))(i); }, &body);
+    parallel_for(
+        count, second, [](void *context, int64_t i) { (*static_cast<std::remove_reference_t<Body> *>(context))(i); },
+        &body);
 }
 template <class Body>
 void parallel_for(int64_t count, Body &&body) {
     parallel_for(count, count, std::forward<Body>(body));
+}
+
+// The same by the caller alone, in rising order: for what takes less time than others need to begin with it.
+void alone_for(int64_t count, void (*body)(void *, int64_t), void *context);
+template <class Body>
+void alone_for(int64_t count, Body &&body) {
+    alone_for(
+        count, [](void *context, int64_t i) { (*static_cast<std::remove_reference_t<Body> *>(context))(i); }, &body);
 }
 
 // For a body that needs what earlier items of its call make: these are in somebody's hands, for items are handed out in

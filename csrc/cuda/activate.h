@@ -25,7 +25,22 @@ __device__ __forceinline__ float widen(const void *data, moepool_dtype dtype, in
     return dtype == MOEPOOL_F16 ? num::widen_f16(raw) : num::widen_bf16(raw);
 }
 
-// The same past L1, for what is read in front of the kernel's own wait.
+// Four in a row; zeros if they are not `inside`.
+__device__ __forceinline__ void widen_four(const void *data, moepool_dtype dtype, int64_t index, bool inside,
+                                           float (&value)[4]) {
+#pragma unroll
+    for (float &v : value) v = 0.0f;
+    if (!inside) return;
+    if (dtype == MOEPOOL_F32) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) value[i] = static_cast<const float *>(data)[index + i];
+    } else {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) value[i] = widen(data, dtype, index + i);
+    }
+}
+
+// One past L1, for what is read in front of the kernel's own wait.
 __device__ __forceinline__ float widen_past_l1(const void *data, moepool_dtype dtype, int64_t index) {
     if (dtype == MOEPOOL_F32) return __ldcg(static_cast<const float *>(data) + index);
     const uint16_t raw = __ldcg(static_cast<const unsigned short *>(data) + index);

@@ -44,26 +44,11 @@ struct StagedRows {
     }
 };
 
-// From what a kernel in front wrote. It may still have been running when this one began, so L1 is passed by.
-__device__ __forceinline__ void stage_copy(uint8_t *target, const void *source, int bytes, int lane) {
-    for (int i = 16 * lane; i < bytes; i += 16 * 32)
-        *reinterpret_cast<int4 *>(target + i) =
-            __ldcg(reinterpret_cast<const int4 *>(static_cast<const uint8_t *>(source) + i));
-}
-
-// One chunk of the activation row of a place. Of a single token this is for floats alone.
-template <class T>
-__device__ __forceinline__ void stage_input(uint8_t *target, const Step &step, int place, const Part &part, int chunk,
-                                            int lane) {
-    const int64_t column = place / step.x_per_row * part.columns + int64_t{chunk} * kChunkColumns;
-    const int width = chunk_width(part, chunk);
-    if constexpr (kFloats<T>) {
-        for (int i = lane; i < width; i += 32)
-            reinterpret_cast<float *>(target)[i] = widen(step.x, step.x_dtype, column + i);
-    } else {
-        stage_copy(target, step.input + column / kBlockColumns,
-                   width / kBlockColumns * static_cast<int>(sizeof(ActivationBlock)), lane);
-    }
+// Columns of x from an index on, as floats, to shared memory by a warp. Past L1: what wrote them may have been running
+// when this kernel began.
+__device__ __forceinline__ void stage_floats(uint8_t *target, const Step &step, int64_t first, int width, int lane) {
+    for (int i = lane; i < width; i += 32)
+        reinterpret_cast<float *>(target)[i] = widen_past_l1(step.x, step.x_dtype, first + i);
 }
 
 // One chunk of the hidden row of a place, when gate/up has handed it over, to shared memory by the warp that uses it.
@@ -99,30 +84,6 @@ __device__ __forceinline__ void multiply_panel(const uint8_t *panel, int width, 
     else if constexpr (T::info.block < kChunkColumns)
         multiply_chunk<T, SharedLane, kBatch, false>(words, width, rows, sum);
 }
-// Of one row, to where the sum goes.
-template <class T>
-__device__ __forceinline__ void multiply_panel(const uint8_t *panel, int width, const uint8_t *staged, int lane,
-                                               float *out) {
-    float sum[1] = {};
-    multiply_panel<T, 1>(panel, width, staged, lane, sum);
-    *out = sum[0];
-}
-
-// The dynamic shared memory of a block.
-struct Shared {
-    uint8_t *panels;     // [warps][stages][panel]
-    uint8_t *staged;     // chunks of activation rows
-    uint64_t *barriers;  // [warps][stages]
-    float *partial;      // [partials][32]: sums of chunks
-    float *total;        // [matrices * places][32]
-
-    __device__ Shared(uint8_t *memory, int warps, int stages, int panel_bytes, int staged_bytes, int partials)
-        : panels(memory),
-          staged(panels + warps * stages * panel_bytes),
-          barriers(reinterpret_cast<uint64_t *>(staged + staged_bytes)),
-          partial(reinterpret_cast<float *>(barriers + warps * stages)),
-          total(partial + partials * 32) {}
-};
 inline dim3 threads(const DecodeConfig &c) { return dim3(32, static_cast<unsigned>(c.warps)); }
 
 __device__ __forceinline__ void copy_tail(const Residents &residents, const DecodeTile &tile) {

@@ -13,6 +13,31 @@ namespace {
 
 using namespace single_token;
 
+// The dynamic shared memory of a block.
+struct Shared {
+    uint8_t *panels;     // [warps][stages][panel]
+    uint8_t *staged;     // chunks of activation rows
+    uint64_t *barriers;  // [warps][stages]
+    float *partial;      // [partials][32]: sums of chunks
+    float *total;        // [matrices * places][32]
+
+    __device__ Shared(uint8_t *memory, int warps, int stages, int panel_bytes, int staged_bytes, int partials)
+        : panels(memory),
+          staged(panels + warps * stages * panel_bytes),
+          barriers(reinterpret_cast<uint64_t *>(staged + staged_bytes)),
+          partial(reinterpret_cast<float *>(barriers + warps * stages)),
+          total(partial + partials * 32) {}
+};
+
+// Of one row, to where the sum goes.
+template <class T>
+__device__ __forceinline__ void multiply_panel(const uint8_t *panel, int width, const uint8_t *staged, int lane,
+                                               float *out) {
+    float sum[1] = {};
+    multiply_panel<T, 1>(panel, width, staged, lane, sum);
+    *out = sum[0];
+}
+
 // Waits for the books. Their block runs: it is block 0 of gate/up, and blocks are begun in the order of their numbers.
 // CUDA promises that nowhere, but every device does it, and other libraries count on it as well.
 __device__ __forceinline__ void wait_for_books(const Step &step, uint32_t number) {
@@ -29,17 +54,8 @@ __device__ __forceinline__ uint8_t *fill_of(const Step &step, int place) {
 // Columns 128 * piece .. of the row, four a lane.
 __device__ __forceinline__ void read_piece(const Step &step, int64_t row, const Part &part, int piece, int lane,
                                            float (&value)[4]) {
-    const int64_t column = 128 * int64_t{piece} + 4 * lane, index = row * part.columns + column;
-#pragma unroll
-    for (float &v : value) v = 0.0f;
-    if (column >= part.columns) return;
-    if (step.x_dtype == MOEPOOL_F32) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) value[i] = static_cast<const float *>(step.x)[index + i];
-    } else {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) value[i] = widen(step.x, step.x_dtype, index + i);
-    }
+    const int64_t column = 128 * int64_t{piece} + 4 * lane;
+    widen_four(step.x, step.x_dtype, row * part.columns + column, column < part.columns, value);
 }
 __device__ __forceinline__ void quantise_piece(const float (&value)[4], const Part &part, int piece, int lane,
                                                uint8_t *staged) {
@@ -127,7 +143,8 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, 2)
             const int chunk = unit >> 1, width = chunk_width(gate, chunk);
             const uint8_t *staged = shared.staged + (kFloats<T> ? warp : chunk) * kStagedBytes<T>;
             if constexpr (kFloats<T>) {
-                stage_input<T>(shared.staged + warp * kStagedBytes<T>, step, place, gate, chunk, lane);
+                stage_floats(shared.staged + warp * kStagedBytes<T>, step,
+                             row * gate.columns + int64_t{chunk} * kChunkColumns, width, lane);
                 __syncwarp();
             }
             const uint8_t *panel = panels.take();
@@ -190,6 +207,7 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
     uint8_t *const staged = shared.staged + warp * kStagedBytes<T>;
     auto *const looked = reinterpret_cast<Looked *>(shared.total + k * 32);
     auto *const weights = reinterpret_cast<float *>(looked + k);
+    __shared__ bool may_change_course;
     __shared__ uint2 awaited;  // places that the CPU computes, and the epoch of the request
     const int64_t group_offset = down.panels + group * down.row_group;
     const int full = chunk_bytes<T>(kChunkColumns), last = chunk_bytes<T>(down.last_width);
@@ -204,8 +222,9 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
     };
     Panels panels(shared.panels + warp * stages * kPanelBytes<T>, shared.barriers + warp * stages, stages,
                   kPanelBytes<T>, lane);
-    const bool may_change_course = kBell && course_is_due(step.bell);
+    bool absent = false;
     if (warp == 0) {
+        if (kBell && lane == 0) may_change_course = asked.course.y != 0;
         for (int base = 0; base < k; base += 32) {
             const int j = base + lane < k ? base + lane : -1;
             if (base > 0) {
@@ -214,20 +233,22 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
             }
             const Looked one = take<kBell>(step, j, asked);
             if (j < 0) continue;
+            absent |= one.missing;
             looked[j] = one;
             weights[j] = weight;
         }
     }
-    __syncthreads();
-    bool missing = false, asks = false;
-    const auto find_missing = [&] {
-        for (int j = 0; j < k; ++j) missing |= looked[j].missing;
+    const bool missing = __syncthreads_or(absent), asks = kBell && missing;
+    const auto fetch = [&] {
+        if (next.place >= k) return;
+        const Looked one = looked[next.place];
+        if (reads(one, next.place)) panels.fetch(one.record + offset(next), bytes(next));
+        next.add(stride, chunks);
     };
     // The weights are asked for while gate/up is still at work, unless the CPU may have them.
-    if constexpr (kBell) {
-        find_missing();
-        asks = missing;
-    }
+    int begun = 0;
+#pragma unroll 1
+    for (; begun < stages && !(kBell && next.place < k && looked[next.place].missing); ++begun) fetch();
     if (asks) {
         if (warp == 0 && lane == 0) wait_for_books(step, number);
         __syncthreads();
@@ -237,16 +258,11 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
             if (looked[j].missing) looked[j].host = __ldcg(&step.tables.tiles[j].host);
         __syncthreads();
     }
-    const auto fetch = [&] {
-        if (next.place >= k) return;
-        const Looked one = looked[next.place];
-        if (reads(one, next.place)) panels.fetch(one.record + offset(next), bytes(next));
-        next.add(stride, chunks);
-    };
+    if constexpr (kBell) {
 #pragma unroll 1
-    for (int s = 0; s < stages; ++s) fetch();
+        for (; begun < stages; ++begun) fetch();
+    }
     let_the_next_kernel_start();
-    if constexpr (!kBell) find_missing();
     // Places that take no part: a weight of 0 leaves a sum as it is, but for the sign of a zero, which finish() takes.
     for (int j = warp; j < k; j += warps) {
         if (looked[j].record) continue;
@@ -313,6 +329,7 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
             if (looked[j].host && r < down.rows) shared.total[j * 32 + lane] = cold_row(step.bell, j, down.rows, r);
         __syncthreads();
     }
+    if (kBell && warp == warps - 1 && lane == 0) note_end(step.bell);
     if (warp == 0) {
         float y = 0.0f;
 #pragma unroll 4
@@ -321,7 +338,6 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
     }
     wait_for_kernels_in_front();  // for the kernel behind, which waits for this one alone
     // Every block has looked its slots up and filled its part when the last one is here: now the map may change.
-    if (warp == 0 && lane == 0 && kBell) note_end(step.bell);
     if (warp == warps - 1 && lane == 0) count_step(step);
     const bool course_changes = kBell && may_change_course && changes_course(step.bell);
     const int commit_count = missing ? __ldcg(step.tables.commit_count) : 0;

@@ -15,14 +15,12 @@ using namespace tiles;
 constexpr unsigned kAnswerBlocks = 8;  // of down_tiles, that take the CPU's answer
 constexpr int kSums = kMostDecodeTokens * 32;
 
-// What a kernel in front wrote is read past L1: it may have been running when this one began.
-__device__ __forceinline__ void stage_floats(const Step &step, uint8_t *target, int64_t first, int width, int lane) {
-    for (int i = lane; i < width; i += 32)
-        reinterpret_cast<float *>(target)[i] = widen_past_l1(step.x, step.x_dtype, first + i);
-}
-// Not inlined: it is for places that no tile of an expert in a slot has, and would take registers from all the rest.
+// Blocks of x, past L1. Not inlined: it is for places that no tile of an expert in a slot has, and would take registers
+// from all the rest.
 __device__ __noinline__ void stage_blocks(uint8_t *target, const uint8_t *from, int blocks, int lane) {
-    stage_copy(target, from, blocks * static_cast<int>(sizeof(ActivationBlock)), lane);
+    const int bytes = blocks * static_cast<int>(sizeof(ActivationBlock));
+    for (int i = 16 * lane; i < bytes; i += 16 * 32)
+        *reinterpret_cast<int4 *>(target + i) = __ldcg(reinterpret_cast<const int4 *>(from + i));
 }
 
 // Where the activation rows come from: x, some of whose rows come with the panels.
@@ -38,7 +36,7 @@ struct Inputs {
     __device__ Quad ask(int64_t, const Part &, int, int) const { return {}; }
     __device__ void stage(Quad, uint8_t *target, int64_t index, const Part &part, int chunk, int lane) const {
         if constexpr (kFloats<T>)
-            stage_floats(step, target, index * part.columns + int64_t{chunk} * kChunkColumns, chunk_width(part, chunk),
+            stage_floats(target, step, index * part.columns + int64_t{chunk} * kChunkColumns, chunk_width(part, chunk),
                          lane);
         else
             stage_blocks(target, row(index, part) + chunk * kStagedBytes<T>, chunk_width(part, chunk) / kBlockColumns,

@@ -38,15 +38,15 @@ struct BellState {
     int32_t places;     // of this step that the CPU computes
 
     // What follows is for miss = auto.
-    int32_t all_host;       // the CPU computes every place of the step, hits too
-    int32_t next_all_host;  // and of the next
-    int32_t course_due;     // the course may change in this step, or in the next
-    int32_t bias;           // of division::share
-    uint32_t link_ns;       // of a record over the link
+    alignas(8) int32_t all_host;  // the CPU computes every place of the step, hits too
+    int32_t course_due;           // the course may change in this step, or in the next
+    int32_t next_all_host;        // all_host of the next step
+    int32_t bias;                 // of division::share
+    uint32_t link_ns;             // of a record over the link
     doorbell::Pace pace[doorbell::kLoads];
     division::Course course;
     // The last step: records, and when the books began, the CPU was asked, the hot part was done, the answer was there,
-    // all was done. 0: not yet.
+    // all was done. Before `begun`: not yet.
     int32_t streamed, hosted, wanted, load;
     unsigned long long begun, posted, ready, answered, ended;
 };

@@ -62,14 +62,12 @@ __device__ __forceinline__ int load_of(int wanted, int places) {
     return doorbell::load_class((places + wanted - 1) / max(wanted, 1));
 }
 
-// The step begins to be measured. By the thread that polls in a single token's step, before anybody else of the step
-// may write a time.
+// The step begins to be measured. By one thread. Times before that are of an earlier step.
 __device__ __forceinline__ void begin_times(const Step &step, int wanted, int places) {
     if (!step.bell.divides) return;
     BellState &state = *step.bell.state;
     state.load = load_of(wanted, places);
     state.begun = device_ns();
-    state.ready = state.answered = state.ended = 0;
 }
 
 // The lesson of the step before, for the next one. By one thread, when nobody waits for the books. Not inlined: its
@@ -81,7 +79,7 @@ __device__ __noinline__ void learn(const Step &step, const Outlook &outlook) {
     if (!step.single) state.all_host = seen.next_all_host;
     if (seen.wanted <= 0 || seen.ended <= seen.begun) return;
     const division::Rates rates = rates_of(seen, seen.load);
-    if (seen.streamed > 0 && seen.hosted > 0 && seen.ready && seen.answered)
+    if (seen.streamed > 0 && seen.hosted > 0 && seen.ready > seen.begun && seen.answered > seen.begun)
         state.bias = division::next_bias(rates, seen.bias, static_cast<int64_t>(seen.ready),
                                          static_cast<int64_t>(seen.answered));
     const int64_t took = static_cast<int64_t>(seen.ended - seen.begun);
@@ -119,17 +117,16 @@ __device__ __forceinline__ void note_ready(const Bell &bell) {
 __device__ __forceinline__ void note_end(const Bell &bell) {
     if (bell.state && bell.divides && blockIdx.x + 1 == gridDim.x) bell.state->ended = device_ns();
 }
-// Whether the CPU computes hits as well. Only blocks of a single token's kernels ask.
-__device__ __forceinline__ bool hosts_all(const Bell &bell) {
-    return bell.state && bell.divides && __ldcg(&bell.state->all_host);
-}
-// Whether this step may be the last of its course: as all blocks see it that ask before it ends, if it is. Others may
-// see that of the step before or behind, which is none.
-__device__ __forceinline__ bool course_is_due(const Bell &bell) {
-    return bell.state && bell.divides && __ldcg(&bell.state->course_due);
+// Whether the CPU computes hits as well, and whether the step may be the last of its course: that is as all blocks see
+// it that ask before the step ends, if it is. Others may see that of the step before or behind, which is none. Only
+// blocks of a single token's kernels ask. In one word, at which nobody looks before it is used: others are on their
+// way.
+__device__ __forceinline__ int2 course_of(const Bell &bell) {
+    static_assert(offsetof(BellState, course_due) == offsetof(BellState, all_host) + 4);
+    return __ldcg(reinterpret_cast<const int2 *>(&bell.state->all_host));
 }
 __device__ __forceinline__ bool changes_course(const Bell &bell) {
-    return bell.state && bell.divides && __ldcg(&bell.state->next_all_host) != __ldcg(&bell.state->all_host);
+    return __ldcg(&bell.state->next_all_host) != __ldcg(&bell.state->all_host);
 }
 
 // ---------------------------------------------------------------------------------------------------------- the post
@@ -170,8 +167,10 @@ __device__ __noinline__ void post(const Step &step, const Outlook &outlook, int6
     const unsigned rows = static_cast<unsigned>((places + step.x_per_row - 1) / step.x_per_row);
     const bool ring = !outlook.seen.poisoned;
     const bool single = rows == 1;  // it is asked for in any case
-    for (int i = thread; i < kMostDecodePlaces / 32; i += threads) tokens_asked[i] = 0;
-    __syncthreads();
+    if (!single) {
+        for (int i = thread; i < kMostDecodePlaces / 32; i += threads) tokens_asked[i] = 0;
+        __syncthreads();
+    }
     if (thread < 32) {
         int count = 0;
         for (int base = 0; base < places; base += 32) {
@@ -179,8 +178,10 @@ __device__ __noinline__ void post(const Step &step, const Outlook &outlook, int6
             const unsigned asked = __ballot_sync(~0u, expert >= 0);
             if (expert >= 0) {
                 bell.hosted[count + __popc(asked & ((1u << lane) - 1))] = p;
-                const int row = p / step.x_per_row;
-                atomicOr(tokens_asked + row / 32, 1u << row % 32);
+                if (!single) {
+                    const int row = p / step.x_per_row;
+                    atomicOr(tokens_asked + row / 32, 1u << row % 32);
+                }
             }
             if (ring && p < places) __stcg(bell.experts + p, expert);
             count += __popc(asked);
@@ -207,11 +208,8 @@ __device__ __noinline__ void post(const Step &step, const Outlook &outlook, int6
                     piece[j] = unit - row[j] * pieces;
                     wanted[j] = unit < units && is_asked(row[j]);
                     const int64_t column = int64_t{piece[j]} * kPieceColumns + 4 * lane;
-#pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        value[j][i] = wanted[j] && column < columns
-                                          ? widen(step.x, step.x_dtype, row[j] * columns + column + i)
-                                          : 0.0f;
+                    widen_four(step.x, step.x_dtype, row[j] * columns + column, wanted[j] && column < columns,
+                               value[j]);
                 }
 #pragma unroll
                 for (int j = 0; j < kFlight; ++j)
@@ -250,8 +248,8 @@ __device__ __forceinline__ void post_nothing(const Bell &bell) {
 // Whether the step waits for the CPU. To be asked behind the kernel that posts.
 __device__ __forceinline__ bool has_answer(const Bell &bell) { return bell.state && __ldcg(&bell.state->places) > 0; }
 
-// Waits for the answer, or gives it up, and tells all who wait on BellState::arrived. By one thread of the step: nobody
-// else looks over the link.
+// Waits for the answer, or gives it up, and tells all who wait on BellState::arrived. By one thread of the step: if all
+// who wait look over the link, the CPU takes four times as long to answer.
 __device__ __forceinline__ void poll_answer(const Bell &bell) {
     BellState &state = *bell.state;
     const uint32_t epoch = __ldcg(&state.epoch);
@@ -273,9 +271,15 @@ __device__ __forceinline__ void poll_answer(const Bell &bell) {
             break;
         }
     }
-    publish(&state.arrived, epoch);
+    // Who waits need not see with it what this thread wrote, and the rows are read where the CPU wrote them: a release
+    // would take as long as the books' writes do.
+    if (lost)
+        publish(&state.arrived, epoch);
+    else
+        store_relaxed(&state.arrived, epoch);
     if (!bell.divides || lost) return;
-    // A look over a link that is full of records takes as long as these do, so the CPU says when it was done.
+    // A look over a link that is full of records takes as long as these do, so the CPU says when it was done. The pace
+    // may be that of the answer before.
     const uint2 pace = __ldcv(reinterpret_cast<const uint2 *>(bell.answer->pace + load));
     const uint32_t took = __ldcv(&bell.answer->took_ns);
     state.pace[load] = {pace.x, pace.y};

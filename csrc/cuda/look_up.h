@@ -20,9 +20,13 @@ struct Looked {
     bool invalid;
     bool host;  // the CPU computes it: only the books say so
 };
-__device__ __forceinline__ int64_t id_of(const Step &step, int place) {
-    return step.bits == 64 ? __ldcg(static_cast<const long long *>(step.ids) + place)
-                           : int64_t{__ldcg(static_cast<const int *>(step.ids) + place)};
+// An id as it lies in memory, 32 bits or 64: what is loaded is not looked at before it is used.
+__device__ __forceinline__ int2 ask_for_id(const Step &step, int place) {
+    if (step.bits == 64) return __ldcg(static_cast<const int2 *>(step.ids) + place);
+    return {__ldcg(static_cast<const int *>(step.ids) + place), 0};
+}
+__device__ __forceinline__ int64_t id_of(const Step &step, int2 word) {
+    return step.bits == 64 ? int64_t{word.y} << 32 | static_cast<uint32_t>(word.x) : word.x;
 }
 __device__ __forceinline__ Looked found(const Step &step, int64_t id, int slot, bool host_has_all) {
     return {slot >= 0 ? step.residents.arena + slot * step.residents.record_bytes : step.residents.records[id],
@@ -30,44 +34,45 @@ __device__ __forceinline__ Looked found(const Step &step, int64_t id, int slot, 
 }
 template <bool kBell>
 __device__ __forceinline__ Looked look_up(const Step &step, int place) {
-    const bool host_has_all = kBell && hosts_all(step.bell);  // asked for beside the others
-    const int64_t id = id_of(step, place);
+    const int host_has_all = kBell ? course_of(step.bell).x : 0;  // asked for beside the others
+    const int64_t id = id_of(step, ask_for_id(step, place));
     if (id < 0 || id >= step.residents.experts) return {nullptr, false, id != -1, false};
-    return found(step, id, __ldcg(step.residents.slot_of + id), host_has_all);
+    return found(step, id, __ldcg(step.residents.slot_of + id), host_has_all != 0);
 }
 // The same by a warp, a place a lane (lanes of negative places look on), in two halves: it asks for ids and slots at
 // once, and takes what has come.
 struct Asked {
-    int64_t id;
+    int2 id;
     int slots[kQuickExperts / 32];
-    bool host_has_all;
+    int2 course;  // of a pool with a doorbell
 };
 template <bool kBell>
 __device__ __forceinline__ Asked ask(const Step &step, int place, int lane) {
     const int experts = step.residents.experts;
-    Asked asked = {-1, {}, false};
+    Asked asked = {{-1, -1}, {}, {}};
+    if constexpr (kBell) asked.course = course_of(step.bell);
     if (experts > kQuickExperts) return asked;
-    if (place >= 0) asked.id = id_of(step, place);
+    if (place >= 0) asked.id = ask_for_id(step, place);
 #pragma unroll
     for (int i = 0; i < kQuickExperts / 32; ++i)
         if (32 * i + lane < experts) asked.slots[i] = __ldcg(step.residents.slot_of + 32 * i + lane);
-    asked.host_has_all = kBell && hosts_all(step.bell);
     return asked;
 }
 template <bool kBell>
 __device__ __forceinline__ Looked take(const Step &step, int place, const Asked &asked) {
     const int experts = step.residents.experts;
     if (experts > kQuickExperts) return place < 0 ? Looked{} : look_up<kBell>(step, place);
-    const bool valid = asked.id >= 0 && asked.id < experts;
-    const int expert = valid ? static_cast<int>(asked.id) : 0;
+    const int64_t id = id_of(step, asked.id);
+    const bool valid = id >= 0 && id < experts;
+    const int expert = valid ? static_cast<int>(id) : 0;
     int slot = -1;
 #pragma unroll
     for (int i = 0; i < kQuickExperts / 32; ++i) {
         const int there = __shfl_sync(~0u, asked.slots[i], expert % 32);
         slot = expert / 32 == i ? there : slot;
     }
-    if (!valid) return {nullptr, false, asked.id != -1, false};
-    return found(step, asked.id, slot, asked.host_has_all);
+    if (!valid) return {nullptr, false, id != -1, false};
+    return found(step, id, slot, kBell && asked.course.x != 0);
 }
 
 }  // namespace

@@ -41,7 +41,7 @@ struct ResolveArguments {
 
 // Takes a step: residency, counts, and the step's tables. If it is single, that is part of gate/up.
 void resolve(const Step &step, const ResolveArguments &arguments, cudaStream_t stream);
-constexpr int kTallyBytes = 576;
+constexpr int kTallyBytes = 1088;
 inline int resolve_shared_bytes(int experts, int slots) {
     return kTallyBytes + 32 * experts + 4 * (7 * experts + 2 * slots + 2 * kMostDecodePlaces) + experts;
 }

@@ -75,10 +75,10 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         const int n = e < experts ? count[e] : 0, chunk = e >> 5;
         const bool absent = n > 0 && slot[e] < 0;
         const unsigned absentees = __ballot_sync(~0u, absent), present = __ballot_sync(~0u, n > 0 && !absent);
-        const int most = absent ? kMostDecodeTokens : kResidentPlaces;  // of a tile
-        const uint32_t here = Pair::of(n, (n + most - 1) / most).word;
+        const uint32_t here = Pair::of(n, absent ? tiles_of(n, kMostDecodeTokens) : tiles_of(n, kResidentPlaces)).word;
         const uint32_t up_to = kSingle ? 0 : warp_inclusive_sum(here, lane);
         if (!kSingle && e < experts) books.first[e] = {up_to - here};
+        if (kBell && e < experts) books.host[e] = absent;
         if (lane < 31 || chunk >= chunks) return;
         tally.absentees[chunk] = absentees;
         tally.found[chunk] = Pair::of(__popc(present), __popc(absentees));
@@ -109,6 +109,26 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         if (policy::counts(p)) epoch = policy::epoch_of(p, tick);
         note_uses(p, books, experts, slots, tick, epoch, p.kind == MOEPOOL_POLICY_REELECT ? a.state->election : 0);
     };
+
+    const auto ask_the_cpu = [&] { post(tally.step, outlook, a.columns, a.quantised, a.floats, id, books.host); };
+    bool shares = false;
+    if constexpr (kBell) {
+        // The CPU is told at once, unless it computes some of the missing experts alone: these are the last ones of the
+        // order in which they come in, which is not known yet.
+        const bool all_host = hosts_all(step, outlook);
+        hosted_misses = records_for_host(step, outlook, misses, hits + misses, wanted_places, tick);
+        hosted = hosted_misses + (all_host ? hits : 0);
+        shares = hosted_misses > 0 && hosted_misses < misses;
+        if (thread == 0) begin_times(step, hits + misses, wanted_places);
+        if (all_host) {
+            each(experts, [&](int e) { books.host[e] = count[e] > 0; });
+            __syncthreads();
+        }
+        if (hosted == 0)
+            post_nothing(step.bell);
+        else if (!shares)
+            ask_the_cpu();
+    }
 
     if (misses > 0) {
         keep_law();
@@ -145,20 +165,10 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         }
     }
     if constexpr (kBell) {
-        // The CPU computes the last ones of the order in which the missing come in, and is told at once.
-        const bool all_host = hosts_all(step, outlook);
-        hosted_misses = records_for_host(step, outlook, misses, hits + misses, wanted_places, tick);
-        hosted = hosted_misses + (all_host ? hits : 0);
-        if (thread == 0) begin_times(step, hits + misses, wanted_places);
-        if (hosted > 0) {
-            if (all_host)
-                each(experts, [&](int e) { books.host[e] = count[e] > 0; });
-            else
-                each(hosted_misses, [&](int i) { books.host[ranked[misses - 1 - i]] = 1; });
+        if (shares) {
+            each(misses, [&](int i) { books.host[ranked[i]] = i >= misses - hosted_misses; });
             __syncthreads();
-            post(step, outlook, a.columns, a.quantised, a.floats, id, books.host);
-        } else {
-            post_nothing(step.bell);
+            ask_the_cpu();
         }
     }
     if (met > 0) {
@@ -188,18 +198,17 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     const auto tile_of = [&](int e, int n) {
         const int fill = slot[e] < 0 && met > 0 ? slot_for(e) : -1;
         return DecodeTile{slot[e] >= 0 ? slot_address(slot[e]) : books.record[e],
-                          fill >= 0 ? slot_address(fill) : nullptr, n, kBell ? books.host[e] : 0, 0};
+                          fill >= 0 ? slot_address(fill) : nullptr, n, kBell && hosted > 0 ? books.host[e] : 0, 0};
     };
     if constexpr (kSingle) {
         each(places, [&](int j) { tables.tiles[j] = id[j] >= 0 ? tile_of(id[j], 1) : DecodeTile{}; });
     } else {
-        const auto most_of = [&](int e) { return slot[e] < 0 ? kMostDecodeTokens : kResidentPlaces; };
         const uint32_t before = placed_up_to - placed_here;
         each_together(experts, [&](int e) {
             const uint32_t begin = __shfl_sync(~0u, before, min(e >> 5, chunks - 1));
             if (e >= experts || count[e] == 0) return;
             const Pair first = {begin + books.first[e].word};
-            const int most = most_of(e);
+            const int most = slot[e] < 0 ? kMostDecodeTokens : kResidentPlaces;
             DecodeTile tile = tile_of(e, 0);
 #pragma unroll 1
             for (int i = 0, left = count[e]; left > 0; ++i, left -= most) {
@@ -211,9 +220,12 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
             const int e = j < places ? max(id[j], 0) : 0;
             const uint32_t begin = __shfl_sync(~0u, before, e >> 5);
             if (j >= places || id[j] < 0) return;
-            const int most = most_of(e), turn = books.turn[j];
-            const int tile = Pair{begin + books.first[e].word}.high() + turn / most;
-            tables.order[kMostDecodeTokens * tile + turn % most] = j;
+            const unsigned turn = books.turn[j];
+            const bool absent = slot[e] < 0;
+            const unsigned before_it = absent ? turn / kMostDecodeTokens : turn / kResidentPlaces;
+            const unsigned within = absent ? turn % kMostDecodeTokens : turn % kResidentPlaces;
+            const int tile = Pair{begin + books.first[e].word}.high() + static_cast<int>(before_it);
+            tables.order[kMostDecodeTokens * tile + within] = j;
         });
     }
     if (!kSingle && thread == 0) *tables.tile_count = placed.high();
@@ -258,7 +270,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         a.state->tick = tick;
         if (advances && p.kind == MOEPOOL_POLICY_REELECT) a.state->election = epoch;
         if constexpr (kBell) {
-            learn(step, outlook);
+            learn(tally.step, outlook);
             if (divides) note_step(step.bell, misses - hosted_misses, hosted, hits + misses);
         }
         DeviceSteps::Counts &counts = a.state->counts;

@@ -66,7 +66,9 @@ struct Tally {
     uint32_t absentees[32];  // bits, by expert: wanted and in no slot
     Pair found[32];          // by 32 experts: hits and misses
     Pair placed[32];         // places and tiles; of more tokens than one
-    Outlook outlook;         // of a pool with a doorbell
+    // Of a pool with a doorbell:
+    Outlook outlook;
+    Step step;  // for what is not inlined, to which parameters of the kernel are memory far away
 };
 static_assert(sizeof(Tally) <= kTallyBytes, "resolve_shared_bytes has room for it");
 
@@ -86,7 +88,7 @@ struct Books {
     int *victims;            // slots; -1: there is none, or the miss that met it may not replace it
     int *id;                 // by place
     int *turn;               // by place: which of its expert's
-    uint8_t *host;           // by expert: the CPU computes it
+    uint8_t *host;           // by expert: the CPU computes it, if it computes any
 
     __device__ Books(uint8_t *memory, int experts, int slots)
         : tally(*reinterpret_cast<Tally *>(memory)),
@@ -125,7 +127,11 @@ __device__ __forceinline__ void prepare_books(const Step &step, const ResolveArg
     bring(a.expert_in, a.slots);
     bring(step.residents.records, experts);
     if (step.bell.state) bring(step.bell.state, 1);
-    each(experts, [&](int e) { books.count[e] = books.host[e] = 0; });
+    if (step.bell.state)
+        each(sizeof(Step) / 4, [&](int i) {
+            reinterpret_cast<uint32_t *>(&books.tally.step)[i] = reinterpret_cast<const uint32_t *>(&step)[i];
+        });
+    each(experts, [&](int e) { books.count[e] = 0; });
     if (Threads().thread == 0) {
         books.tally.bad = ~0ull;
         books.tally.admissions = books.tally.evictions = 0;

@@ -26,6 +26,9 @@ struct alignas(16) DecodeTile {
     int64_t zero;           // 0: a tile is read whole
 };
 
+// How many it takes for so many places, with so many at most.
+__host__ __device__ constexpr int tiles_of(int places, int most) { return (places + most - 1) / most; }
+
 // An expert that this step brings into a slot. While a single token's kernels look slots up by themselves, the map must
 // not change: the last of them makes it so.
 struct Commit {

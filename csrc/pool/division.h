@@ -35,7 +35,7 @@ MOEPOOL_HD inline int best_share(const Rates &r, int missing) {
     if (missing <= 0) return 0;
     if (r.cpu.record_ns == 0) return (missing + 1) / 2;  // to learn
     const int64_t before = kRoundTripNs + r.cpu.base_ns;
-    const int64_t meet = (missing * r.link_ns + kPassNs - before) / (r.link_ns + r.cpu.record_ns);
+    const int64_t meet = missing == 1 ? 0 : (missing * r.link_ns + kPassNs - before) / (r.link_ns + r.cpu.record_ns);
     int best = 0;
     const auto better = [&](int64_t c) {
         if (c > 0 && c <= missing && finished(r, missing, static_cast<int>(c)) < finished(r, missing, best))

@@ -280,10 +280,12 @@ Channel::~Channel() { free(); }
 int Channel::add_buffer(int64_t places, int64_t input_bytes) {
     if (count_ == kMostBuffers) fail(MOEPOOL_ERROR_INTERNAL, "a doorbell has too many buffers");
     const auto n = static_cast<size_t>(places);
-    const size_t input = aligned(n * sizeof(int32_t)), rows = input + aligned(static_cast<size_t>(input_bytes));
+    const size_t taken = aligned(n * sizeof(int32_t)), input = 2 * taken,
+                 rows = input + aligned(static_cast<size_t>(input_bytes));
     auto *base = static_cast<uint8_t *>(memory_.allocate(rows + n * static_cast<size_t>(columns_) * sizeof(float)));
     memories_[static_cast<size_t>(count_)] = base;
-    buffers_[static_cast<size_t>(count_)] = {places, reinterpret_cast<int32_t *>(base), base + input,
+    buffers_[static_cast<size_t>(count_)] = {places, reinterpret_cast<int32_t *>(base),
+                                             reinterpret_cast<int32_t *>(base + taken), base + input,
                                              reinterpret_cast<float *>(base + rows)};
     return count_++;
 }
@@ -340,8 +342,9 @@ void Channel::answer_now(uint32_t epoch) {
         std::this_thread::sleep_for(std::chrono::microseconds(stall));
     const Request &request = *request_;
     const Buffer &buffer = buffers_[static_cast<size_t>(request.buffer)];
-    const Work work{request.tokens, request.k, request.per_row, buffer.experts, buffer.input, buffer.rows};
-    const int64_t places = work.tokens * work.k;
+    const int64_t places = int64_t{request.tokens} * request.k;
+    std::copy_n(buffer.experts, places, buffer.taken);
+    const Work work{request.tokens, request.k, request.per_row, buffer.taken, buffer.input, buffer.rows};
     const Clock::time_point begun = Clock::now();
     const auto failed = [&](const char *why) {
         std::fill_n(work.rows, places * columns_, num::nan());
@@ -357,26 +360,28 @@ void Channel::answer_now(uint32_t epoch) {
         failed("an exception of an unknown type");
     }
     const double took = std::chrono::duration<double, std::nano>(Clock::now() - begun).count();
-
     answer_->took_ns = static_cast<uint32_t>(std::min(took, 4e9));
+    break_silence(silence_);  // the answer may be late: then this request has begun it
+    __atomic_store_n(&answer_->epoch, epoch, __ATOMIC_RELEASE);
+    learn(work, took);
+}
 
-    // How many records, each multiplied with how many rows. The device waits: one look a place. Of more experts than
-    // kCounted some are taken for one another, which a measure bears.
+// How many records, each multiplied with how many rows, took so long: for the answers behind this one, since the device
+// waits no more. Of more experts than kCounted some are taken for one another, which a measure bears.
+void Channel::learn(const Work &work, double took) {
     constexpr size_t kCounted = 4096;
     std::bitset<kCounted> seen;
     int64_t rows = 0;
-    for (int64_t p = 0; p < places; ++p) {
+    for (int64_t p = 0; p < work.tokens * work.k; ++p) {
         if (work.experts[p] < 0) continue;
         ++rows;
         seen.set(static_cast<size_t>(work.experts[p]) % kCounted);
     }
-    if (const auto records = static_cast<int64_t>(seen.count())) {
-        const auto load = static_cast<size_t>(load_class((rows + records - 1) / records));
-        fits_[load].add(static_cast<double>(records), took);
-        answer_->pace[load] = fits_[load].pace;
-    }
-    break_silence(silence_);  // the answer may be late: then this request has begun it
-    __atomic_store_n(&answer_->epoch, epoch, __ATOMIC_RELEASE);
+    const auto records = static_cast<int64_t>(seen.count());
+    if (records == 0) return;
+    const auto load = static_cast<size_t>(load_class((rows + records - 1) / records));
+    fits_[load].add(static_cast<double>(records), took);
+    __atomic_store(&answer_->pace[load], &fits_[load].pace, __ATOMIC_RELAXED);
 }
 
 void Channel::wake() {

@@ -4,7 +4,7 @@
 // 64 bytes each, and some buffers:
 //
 //   Request   the device writes a buffer, then the rest of the line, then, released, `epoch`
-//   Answer    the CPU writes the rows, then the rest of the line, then, released, `epoch`
+//   Answer    the CPU writes the rows, then took_ns, then, released, `epoch`; then a pace, for the next request
 //   Trouble   the device writes it once, when an answer did not come in time
 //
 // and shares one word with the others:
@@ -115,6 +115,7 @@ using Compute = std::function<void(const Work &work)>;
 struct Buffer {
     int64_t places;
     int32_t *experts;
+    int32_t *taken;  // the CPU's copy of experts: when it has answered, the device may write these
     uint8_t *input;
     float *rows;
 };
@@ -152,6 +153,7 @@ class Channel {
     Channel(const Memory &memory, int64_t columns, bool polled, Compute compute);
     bool pending() const { return __atomic_load_n(&request_->epoch, __ATOMIC_ACQUIRE) != served_; }
     void answer_now(uint32_t epoch);
+    void learn(const Work &work, double took_ns);
     void note_failure(const char *why);
     void free();
     static void sweep();

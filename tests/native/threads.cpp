@@ -35,6 +35,18 @@ void every_item_is_done_once() {
     }
 }
 
+void alone_in_rising_order() {
+    set_threads(4, nullptr, 0);
+    std::vector<int64_t> seen;
+    const std::thread::id caller = std::this_thread::get_id();
+    alone_for(100, [&](int64_t i) {
+        CHECK(std::this_thread::get_id() == caller);
+        seen.push_back(i);
+    });
+    CHECK(seen.size() == 100);
+    for (int64_t i = 0; i < 100; ++i) CHECK(seen[static_cast<size_t>(i)] == i);
+}
+
 // `groups` of `each` items make what as many items behind them add up.
 void add_up(int groups, int each, int rounds) {
     std::vector<int64_t> made(static_cast<size_t>(groups * each)), sums(made.size());
@@ -111,6 +123,7 @@ int main(int, char **argv) {
         void (*test)();
     } tests[] = {
         {"every_item_is_done_once", every_item_is_done_once},
+        {"alone_in_rising_order", alone_in_rising_order},
         {"later_items_wait_for_earlier_ones", later_items_wait_for_earlier_ones},
         {"who_waits_is_told_that_the_call_is_stopped", who_waits_is_told_that_the_call_is_stopped},
     };
