@@ -156,7 +156,8 @@ class Pool:
         Who computes a wanted expert that is not resident: the device, the CPU, or both, divided by rates
         that the pool measures while it runs, so that they finish together. With "auto" whom a step of the
         device admits depends on that division, and so on time; :meth:`trace` records it, and results never
-        depend on it.
+        depend on it. With a slot for every expert and no `admit`, "auto" is "stream" in those steps: each
+        expert misses once.
     hot : sequence of int, optional
         For "static" and "pinned": the experts that stay, hottest first, distinct, at most `slots`. For
         "static" None takes the first `slots` experts.
@@ -164,7 +165,8 @@ class Pool:
         Steps of more tokens than this are prompts unless :meth:`resolve` is told otherwise: they use what is
         resident and leave the pool as it is.
     admit : int, optional
-        The most experts admitted a step; None sets no limit, with miss="auto" a limit of 1.
+        The most experts admitted a step; None sets no limit, with miss="auto" and fewer slots than experts a
+        limit of 1.
     budget_bytes : int, optional
         On CUDA, the most memory that the slots take; what does not fit gets no slot. None lets all pools of a
         device together take half of the memory that they and nobody else use. With `max_slots` memory is
@@ -486,7 +488,8 @@ class Pool:
         The experts worth most to the policy stay; a "static" pool keeps its first slots. As slots are added,
         "static" and "pinned" pools take in the experts of `hot` that had none. CUDA graphs that
         hold steps of the pool stay valid: the order of their replays and this call is the caller's
-        business, as with other calls.
+        business, as with other calls. With miss="auto", one recorded while every expert had a slot goes on
+        to stream what misses: record it anew for the CPU to have its share.
 
         Parameters
         ----------

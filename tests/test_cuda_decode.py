@@ -4,6 +4,7 @@ the CPU's, and no host has a part in a replay."""
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -461,6 +462,18 @@ def record_first_of_all() -> None:
 def test_the_first_step_of_a_process_may_be_recorded() -> None:
     program = "from tests.test_cuda_decode import record_first_of_all; record_first_of_all()"
     run(sys.executable, "-c", program, cwd=ROOT)
+
+
+def test_blocks_of_a_device_with_little_shared_memory() -> None:
+    """As of compute capability 7.5: fewer warps and panels, down to one warp that does gate and then up."""
+    ids = [f"test_every_step_is_the_cpus[{qtype}-{qtype}-{qtype}]" for qtype in ("f32", "f16", "q8_0")]
+    ids += ["test_every_step_is_the_cpus[q8_0-f32-q4_0]", "test_rows_of_more_chunks_than_are_under_way"]
+    tests = [f"tests/test_cuda_decode.py::{test}" for test in ids]
+    run(
+        *(sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests),
+        cwd=ROOT,
+        env=os.environ | {"MOEPOOL_TEST_SHARED_BYTES": str(64 << 10)},
+    )
 
 
 def test_a_graph_outlives_larger_steps_of_its_pool(cupy: Any, layer: moepool.Layer) -> None:

@@ -80,6 +80,7 @@ SERVING: tuple[tuple[int, dict[str, Any]], ...] = (
     (4, {"miss": "auto", "admit": 3}),
     (4, {"miss": "auto", "policy": "static", "hot": [6, 1, 3]}),
     (8, {"miss": "auto"}),
+    (8, {"miss": "auto", "admit": 1}),
 )
 
 
@@ -129,6 +130,36 @@ def test_every_step_is_the_cpus(gate: str, up: str, down: str, cupy: Any) -> Non
     steps = steps_of(hidden_of(gate, up))
     for slots, options in SERVING:
         follow(cupy, layer, steps, slots, options, f"{gate}, {up} and {down}")
+
+
+def test_auto_asks_nobody_where_every_expert_gets_a_slot(cupy: Any) -> None:
+    """Each crosses the link once. With fewer slots the same pool divides."""
+    layer = layer_of_types("q4_k", "q4_k")
+    x = cases.activations("plain", 2, SIZES[256][0])
+    weights = np.full((2, 3), 0.25, np.float32)
+    with (
+        moepool.Pool(layer, EXPERTS, device=DEVICE, miss="auto") as pool,
+        moepool.Pool(layer, 0) as law,
+        moepool.Pool(layer, EXPERTS, device=DEVICE, miss="auto", admit=1) as limited,
+    ):
+
+        def run(pool: moepool.Pool) -> None:
+            for first in range(0, EXPERTS, 2):
+                ids = np.arange(first, first + 6).reshape(2, 3) % EXPERTS
+                y = moepool.ExpertFFN(pool)(*map(cupy.asarray, (x, ids, weights)))
+                assert_same(get(y), moepool.ExpertFFN(law)(x, ids, weights), f"from {first}")
+
+        for misses in (EXPERTS, EXPERTS):
+            run(pool)
+            stats = pool.stats()
+            assert (stats.misses, stats.host_bytes) == (misses, 0)
+            assert stats.copied_bytes == EXPERTS * layer.record_bytes
+        assert "misses by the CPU" not in pool.describe(2, 3)
+        run(limited)
+        assert limited.stats().host_bytes > 0
+        assert pool.resize(2) == 2
+        run(pool)
+        assert pool.stats().host_bytes > 0
 
 
 @pytest.mark.parametrize("miss", ["host", "auto"])

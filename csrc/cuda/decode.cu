@@ -94,6 +94,7 @@ Decoder::Decoder(int device, const Layer &layer, const std::vector<const uint8_t
     : device_(device),
       layer_(layer),
       slots_(slots),
+      slots_now_(slots),
       arena_(arena),
       policy_(policy),
       admit_(admit),
@@ -141,7 +142,7 @@ const char *Decoder::refuses(int64_t tokens, int64_t k) const {
 std::string Decoder::describe(int64_t tokens, int64_t k) const {
     const OnDevice on(device_);
     const StepConfig config = configure(layer_, tokens, k);
-    const char *misses = !doorbell_              ? ""
+    const char *misses = !asks_the_cpu()         ? ""
                          : doorbell_->by_nodes() ? "; misses by the CPU, asked by a node of the graph"
                                                  : "; misses by the CPU, asked through a doorbell";
     const std::string down = ", down " + config.down.text() + misses;
@@ -150,6 +151,14 @@ std::string Decoder::describe(int64_t tokens, int64_t k) const {
         return layer_.matrices()[static_cast<size_t>(matrix)].type().name + (", " + c.text());
     };
     return "gate, of " + pass(0, config.gate_up) + ", then up, of " + pass(1, config.up) + down;
+}
+
+// Whether steps that are launched now know of the doorbell. Where every expert gets a slot as it is wanted, miss = auto
+// has nothing to divide for long, and kernels that need not look are quicker.
+bool Decoder::asks_the_cpu() const {
+    const bool all_come_in = slots_now_ >= layer_.experts() && admit_ < 0 && policy_.kind != MOEPOOL_POLICY_STATIC &&
+                             policy_.kind != MOEPOOL_POLICY_PINNED;
+    return doorbell_ && !(doorbell_->divides() && all_come_in);
 }
 
 void Decoder::reserve(int64_t places) {
@@ -193,9 +202,7 @@ void Decoder::run(const moepool_ids &ids, const moepool_rows &x, const void *wei
     step.tokens = static_cast<int32_t>(tokens);
     step.k = static_cast<int32_t>(k);
     step.single = tokens == 1 && together(layer_);
-    // Unless single: at most one a place, or full ones and a short one an expert.
-    step.most_tiles =
-        static_cast<int32_t>(step.single ? k : std::min(places, layer_.experts() + places / kResidentPlaces));
+    step.most_tiles = step.single ? step.k : most_tiles_of(static_cast<int>(places), layer_.experts());
     step.residents = {layer_.experts(), slot_of_.get(), records_.get(), arena_, layer_.record_bytes(), layer_.tail()};
     step.tables = w.tables();
     step.x = x.data;
@@ -206,7 +213,8 @@ void Decoder::run(const moepool_ids &ids, const moepool_rows &x, const void *wei
     step.handed = w.handed.get();
     step.handed_x = w.handed_x.get();
     step.rows = w.rows.get();
-    if (doorbell_) {
+    const bool asks = asks_the_cpu();
+    if (asks) {
         step.bell = doorbell_->bell(w.bell_buffer, w.hosted.get());
         doorbell_->wake();
     }
@@ -230,7 +238,7 @@ void Decoder::run(const moepool_ids &ids, const moepool_rows &x, const void *wei
     whole_ = false;
     if (!step.single) resolve(step, arguments, stream);
     gate_up(gate, up, step, arguments, stream);
-    if (doorbell_) doorbell_->ask(stream);
+    if (asks) doorbell_->ask(stream);
     down_and_combine(down, step, stream);
     whole_ = true;
     captured_ = captured_ || in_graph;
@@ -265,7 +273,8 @@ void Decoder::load(const Residency::Snapshot &residency, const std::vector<int> 
     DeviceState state;
     copy(&state, state_.get(), 1);
     state.tick = residency.tick;
-    state.slots = static_cast<int32_t>(residency.expert_in.size());
+    slots_now_ = static_cast<int>(residency.expert_in.size());
+    state.slots = slots_now_;
     state.election = residency.election;
     copy(state_.get(), &state, 1);
     lease(leases);

@@ -1,7 +1,7 @@
 // A decode step of a whole layer on the device: no host in the loop, so that a CUDA graph can hold it.
 //
 //   resolve   one block takes the residency law's step and cuts the places into tiles; others quantise x
-//   gate/up   two warps compute 32 hidden columns of a tile: gate's rows, up's, then swiglu and a quantised block
+//   gate/up   a block computes 32 hidden columns of a tile: gate's rows, up's, then swiglu and a quantised block
 //   down      a warp computes 32 outputs of a tile
 //   combine   adds a token's rows up
 //
@@ -72,10 +72,12 @@ class Decoder : public DeviceSteps {
         copy(static_cast<void *>(to), static_cast<const void *>(from), static_cast<int64_t>(count * sizeof(T)));
     }
     void wait();
+    bool asks_the_cpu() const;
 
     const int device_;
     const Layer &layer_;
     const int slots_;
+    int slots_now_;  // as far as the device knows
     uint8_t *const arena_;
     const PolicyConfig policy_;
     const int admit_;

@@ -17,7 +17,7 @@ namespace cuda {
 struct DecodeConfig {
     int warps;         // of a block
     int stages;        // panels that a warp has in flight
-    int rounds;        // panels that it multiplies before the block adds sums up
+    int rounds;        // of a single token: panels that it multiplies before the block adds sums up
     int shared_bytes;  // of a block
     std::string text() const;
 };
@@ -52,28 +52,6 @@ constexpr int kStagedBytes = kFloats<T> ? kChunkColumns * 4 : kChunkColumns / kB
 template <class T>
 constexpr int kPanelBytes = 4 * kPanelRows * T::info.panel_words(kChunkColumns);
 
-// How a block is divided, so that each warp has the same number of turns. units: panels of a job; budget: the most
-// bytes of panels in flight; room: bytes of shared memory that a block may take; bytes(warps, stages, rounds, panel):
-// that it takes.
-template <class Bytes>
-DecodeConfig configure(int units, int most_warps, int most_rounds, int budget, int room, int panel_bytes,
-                       const Bytes &bytes) {
-    room -= bytes(most_warps, 1, most_rounds, 0);
-    const int panels = std::max(1, std::min(budget, room) / panel_bytes);
-    DecodeConfig c{};
-    const int most = std::min({most_warps, units, panels});
-    const int rounds = (units + most - 1) / most;
-    c.warps = (units + rounds - 1) / rounds;
-    c.stages = std::min({rounds, std::max(1, panels / c.warps), 32});
-    c.rounds = std::min(rounds, most_rounds);
-    c.shared_bytes = bytes(c.warps, c.stages, c.rounds, panel_bytes);
-    return c;
-}
-
-inline int shared_bytes(int warps, int stages, int panel_bytes, int staged_bytes, int partials, int totals) {
-    return warps * stages * (panel_bytes + 8) + staged_bytes + (partials + totals) * 128;
-}
-
 // Of a single token.
 namespace single_token {
 
@@ -84,6 +62,26 @@ constexpr int kMostRounds = 4;  // of panels that a warp multiplies before the b
 constexpr int kBudget = 112 << 10;
 constexpr int kPlaceBytes = 20;  // of down: where its expert lies, and its weight
 
+// How a block is divided, so that each warp has the same number of turns. units: panels of a job; room: bytes of
+// shared memory that a block may take; bytes(warps, stages, rounds, panel): that it takes.
+template <class Bytes>
+DecodeConfig configure(int units, int most_warps, int room, int panel_bytes, const Bytes &bytes) {
+    room -= bytes(most_warps, 1, kMostRounds, 0);
+    const int panels = std::max(1, std::min(kBudget, room) / panel_bytes);
+    DecodeConfig c{};
+    const int most = std::min({most_warps, units, panels});
+    const int rounds = (units + most - 1) / most;
+    c.warps = (units + rounds - 1) / rounds;
+    c.stages = std::min({rounds, std::max(1, panels / c.warps), 32});
+    c.rounds = std::min(rounds, kMostRounds);
+    c.shared_bytes = bytes(c.warps, c.stages, c.rounds, panel_bytes);
+    return c;
+}
+
+inline int shared_bytes(int warps, int stages, int panel_bytes, int staged_bytes, int partials, int totals) {
+    return warps * stages * (panel_bytes + 8) + staged_bytes + (partials + totals) * 128;
+}
+
 // Bytes of the staged row: whole, or of floats a chunk a warp.
 template <class T>
 MOEPOOL_BOTH int input_bytes(const Part &part, int warps) {
@@ -93,7 +91,7 @@ MOEPOOL_BOTH int input_bytes(const Part &part, int warps) {
 template <class T>
 DecodeConfig gate_up_config(const Matrix &gate, int room) {
     const Part part(gate);
-    return configure(2 * part.chunks, kGateUpWarps, kMostRounds, kBudget, room, kPanelBytes<T>,
+    return configure(2 * part.chunks, kGateUpWarps, room, kPanelBytes<T>,
                      [&](int warps, int stages, int rounds, int panel) {
                          return shared_bytes(warps, stages, panel, input_bytes<T>(part, warps), warps * rounds, 0);
                      });
@@ -101,7 +99,7 @@ DecodeConfig gate_up_config(const Matrix &gate, int room) {
 template <class T>
 DecodeConfig down_config(const Matrix &down, int64_t k, int room) {
     const int places = static_cast<int>(k);
-    return configure(places * Part(down).chunks, kDownWarps, kMostRounds, kBudget, room, kPanelBytes<T>,
+    return configure(places * Part(down).chunks, kDownWarps, room, kPanelBytes<T>,
                      [&](int warps, int stages, int rounds, int panel) {
                          return shared_bytes(warps, stages, panel, warps * kStagedBytes<T>, warps * rounds, places) +
                                 places * kPlaceBytes;

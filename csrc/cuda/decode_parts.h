@@ -51,15 +51,21 @@ __device__ __forceinline__ void stage_floats(uint8_t *target, const Step &step, 
         reinterpret_cast<float *>(target)[i] = widen_past_l1(step.x, step.x_dtype, first + i);
 }
 
-// One chunk of the hidden row of a place, when gate/up has handed it over, to shared memory by the warp that uses it.
-// Of blocks, what was asked for ahead is taken.
-__device__ __forceinline__ const uint4 *handed_blocks(const Step &step, int64_t place, const Part &part, int chunk) {
-    return step.handed + (place * part.columns + int64_t{chunk} * kChunkColumns) / kBlockColumns * kQuads;
+// Where a block of 32 hidden columns of a place is handed over.
+__device__ __forceinline__ uint4 *handed_block(const Step &step, int64_t place, int64_t blocks, int64_t block) {
+    return step.handed + (place * blocks + block) * kQuads;
 }
+// One chunk of the hidden row of a place, by the warp that uses it: its blocks may be asked for ahead; they come to
+// shared memory when gate/up has handed them over, and then __syncwarp is due.
 template <class T>
 __device__ __forceinline__ Quad ask_hidden(const Step &step, int64_t place, const Part &part, int chunk, int lane) {
-    if constexpr (kFloats<T>) return {};
-    return ask_blocks(handed_blocks(step, place, part, chunk), chunk_width(part, chunk) / kBlockColumns, lane);
+    if constexpr (kFloats<T>) {
+        return {};
+    } else {
+        const int64_t blocks = part.columns / kBlockColumns;
+        return ask_blocks(handed_block(step, place, blocks, chunk * int64_t{kChunkColumns / kBlockColumns}),
+                          chunk_width(part, chunk) / kBlockColumns, lane);
+    }
 }
 template <class T>
 __device__ __forceinline__ void await_hidden(Quad asked, uint8_t *target, const Step &step, int64_t place,
@@ -69,7 +75,9 @@ __device__ __forceinline__ void await_hidden(Quad asked, uint8_t *target, const 
         const uint64_t *from = step.handed_x + place * part.columns + int64_t{chunk} * kChunkColumns;
         for (int i = lane; i < width; i += 32) reinterpret_cast<float *>(target)[i] = await_float(from + i, number);
     } else {
-        await_blocks(asked, handed_blocks(step, place, part, chunk), width / kBlockColumns, number, lane, target);
+        const int64_t blocks = part.columns / kBlockColumns;
+        await_blocks(asked, handed_block(step, place, blocks, chunk * int64_t{kChunkColumns / kBlockColumns}),
+                     width / kBlockColumns, number, lane, target);
     }
 }
 
@@ -99,7 +107,7 @@ __device__ __forceinline__ void hand_hidden(const Step &step, const Part &part, 
     const int lane = threadIdx.x;
     const int64_t r = group * kPanelRows + lane;
     if (step.handed)
-        hand_over(quantise(hidden), lane, step.handed + (place * part.row_groups + group) * kQuads, number);
+        hand_over(quantise(hidden), lane, handed_block(step, place, part.row_groups, group), number);
     else if (r < part.rows)
         hand_over(hidden, step.handed_x + place * part.rows + r, number);
 }

@@ -29,13 +29,12 @@ struct Shared {
           total(partial + partials * 32) {}
 };
 
-// Of one row, to where the sum goes.
+// A panel in shared memory times one staged row.
 template <class T>
-__device__ __forceinline__ void multiply_panel(const uint8_t *panel, int width, const uint8_t *staged, int lane,
-                                               float *out) {
+__device__ __forceinline__ float multiply_row(const uint8_t *panel, int width, const uint8_t *staged, int lane) {
     float sum[1] = {};
     multiply_panel<T, 1>(panel, width, staged, lane, sum);
-    *out = sum[0];
+    return sum[0];
 }
 
 // Waits for the books. Their block runs: it is block 0 of gate/up, and blocks are begun in the order of their numbers.
@@ -151,7 +150,7 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, 2)
             if (unit == warp && warp + beginners < warps) start(panels.of_warp(beginners), warp + beginners);
             if (fill) panels.copy_out(panel, fill + offset(unit), bytes(unit));
             if (!kBell || !host)
-                multiply_panel<T>(panel, width, staged, lane, shared.partial + (unit - first) * 32 + lane);
+                shared.partial[(unit - first) * 32 + lane] = multiply_row<T>(panel, width, staged, lane);
             if (fill) panels.finish_stores();
             __syncwarp();
             const int next = unit + warps * stages;
@@ -285,14 +284,14 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
             const bool computes = one.record && (!kBell || !one.host);
             // What gate/up hands over is mostly there before the weights.
             if (computes) {
-                const Quad asked = ask_hidden<T>(step, mine.place, down, mine.chunk, lane);
-                await_hidden<T>(asked, staged, step, mine.place, down, mine.chunk, number, lane);
+                const Quad quad = ask_hidden<T>(step, mine.place, down, mine.chunk, lane);
+                await_hidden<T>(quad, staged, step, mine.place, down, mine.chunk, number, lane);
                 __syncwarp();
             }
             if (computes || fill) {
                 const uint8_t *panel = panels.take();
                 if (fill) panels.copy_out(panel, fill + offset(mine), bytes(mine));
-                if (computes) multiply_panel<T>(panel, chunk_width(down, mine.chunk), staged, lane, partial);
+                if (computes) *partial = multiply_row<T>(panel, chunk_width(down, mine.chunk), staged, lane);
                 if (fill) panels.finish_stores();
                 __syncwarp();
             }

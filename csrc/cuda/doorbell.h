@@ -87,6 +87,7 @@ class Doorbell {
     // Between the kernels that post and those that wait, if the CPU is asked by a node.
     void ask(cudaStream_t stream) const;
     bool by_nodes() const { return by_nodes_; }
+    bool divides() const { return divides_; }
     const BellState *state() const { return state_.get(); }
 
   private:

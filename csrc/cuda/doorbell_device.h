@@ -115,7 +115,8 @@ __device__ __forceinline__ void note_ready(const Bell &bell) {
     if (bell.state && bell.divides) atomicMax(&bell.state->ready, device_ns());
 }
 __device__ __forceinline__ void note_end(const Bell &bell) {
-    if (bell.state && bell.divides && blockIdx.x + 1 == gridDim.x) bell.state->ended = device_ns();
+    if (bell.state && bell.divides && blockIdx.x + 1 == gridDim.x && blockIdx.y + 1 == gridDim.y)
+        bell.state->ended = device_ns();
 }
 // Whether the CPU computes hits as well, and whether the step may be the last of its course: that is as all blocks see
 // it that ask before the step ends, if it is. Others may see that of the step before or behind, which is none. Only
@@ -271,8 +272,9 @@ __device__ __forceinline__ void poll_answer(const Bell &bell) {
             break;
         }
     }
-    // Who waits need not see with it what this thread wrote, and the rows are read where the CPU wrote them: a release
-    // would take as long as the books' writes do.
+    // Who waits need not see with it what this thread wrote. The rows are read over the link where the CPU wrote them,
+    // before it released the epoch that this thread acquired, and lie in no cache of the device: a release would add
+    // nothing to that, and take as long as the books' writes do.
     if (lost)
         publish(&state.arrived, epoch);
     else

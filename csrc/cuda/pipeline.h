@@ -13,8 +13,8 @@ namespace moepool {
 namespace cuda {
 namespace {
 
-// All that the kernels in front wrote can be read from here on. Every thread of every kernel of a chain calls it, also
-// one that exits early: the kernel behind relies on it.
+// All that the kernels in front wrote can be read from here on. Some block of every kernel of a chain calls it before
+// it ends, for the kernel behind waits for that kernel alone, and relies on all in front of it.
 __device__ __forceinline__ void wait_for_kernels_in_front() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");

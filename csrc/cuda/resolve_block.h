@@ -75,7 +75,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         const int n = e < experts ? count[e] : 0, chunk = e >> 5;
         const bool absent = n > 0 && slot[e] < 0;
         const unsigned absentees = __ballot_sync(~0u, absent), present = __ballot_sync(~0u, n > 0 && !absent);
-        const uint32_t here = Pair::of(n, absent ? tiles_of(n, kMostDecodeTokens) : tiles_of(n, kResidentPlaces)).word;
+        const uint32_t here = Pair::of(n, tiles_of(n, !absent)).word;
         const uint32_t up_to = kSingle ? 0 : warp_inclusive_sum(here, lane);
         if (!kSingle && e < experts) books.first[e] = {up_to - here};
         if (kBell && e < experts) books.host[e] = absent;
@@ -220,12 +220,9 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
             const int e = j < places ? max(id[j], 0) : 0;
             const uint32_t begin = __shfl_sync(~0u, before, e >> 5);
             if (j >= places || id[j] < 0) return;
-            const unsigned turn = books.turn[j];
-            const bool absent = slot[e] < 0;
-            const unsigned before_it = absent ? turn / kMostDecodeTokens : turn / kResidentPlaces;
-            const unsigned within = absent ? turn % kMostDecodeTokens : turn % kResidentPlaces;
-            const int tile = Pair{begin + books.first[e].word}.high() + static_cast<int>(before_it);
-            tables.order[kMostDecodeTokens * tile + within] = j;
+            const int turn = books.turn[j], tile = tiles_of(turn + 1, slot[e] >= 0) - 1;  // of its expert's
+            const int within = turn - tile * (slot[e] >= 0 ? kResidentPlaces : kMostDecodeTokens);
+            tables.order[kMostDecodeTokens * (Pair{begin + books.first[e].word}.high() + tile) + within] = j;
         });
     }
     if (!kSingle && thread == 0) *tables.tile_count = placed.high();

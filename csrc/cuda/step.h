@@ -16,8 +16,8 @@ constexpr int kMostDecodeTokens = 16;   // also the most places of a tile
 constexpr int kResidentPlaces = 2;      // the most of a tile whose expert is in a slot
 constexpr int kMostDecodePlaces = 512;  // tokens * k
 
-// Places of one expert that are computed together. What crosses the link does so once for all of its places; of an
-// expert in a slot a few are enough for a tile, for its other tiles find it in the level-2 cache.
+// Places of one expert that are computed together. What crosses the link does so once for sixteen of them; of an expert
+// in a slot a few are enough for a tile, for its other tiles find it in the level-2 cache.
 struct alignas(16) DecodeTile {
     const uint8_t *record;  // where it is read; NULL: a skipped place of a single token
     uint8_t *fill;          // the slot it goes to as well, or NULL
@@ -26,8 +26,15 @@ struct alignas(16) DecodeTile {
     int64_t zero;           // 0: a tile is read whole
 };
 
-// How many it takes for so many places, with so many at most.
-__host__ __device__ constexpr int tiles_of(int places, int most) { return (places + most - 1) / most; }
+// So many places of an expert, cut.
+__host__ __device__ constexpr int tiles_of(int places, bool resident) {
+    return resident ? (places + kResidentPlaces - 1) / kResidentPlaces
+                    : (places + kMostDecodeTokens - 1) / kMostDecodeTokens;
+}
+// The most that there can be: each expert's last tile may be short.
+constexpr int most_tiles_of(int places, int experts) {
+    return (places + (kResidentPlaces - 1) * (places < experts ? places : experts)) / kResidentPlaces;
+}
 
 // An expert that this step brings into a slot. While a single token's kernels look slots up by themselves, the map must
 // not change: the last of them makes it so.

@@ -69,6 +69,13 @@ int checked_most(const moepool_pool_config &config) {
     return config.max_slots;
 }
 
+// With miss = auto one a step unless said: to come in has to be worth the link. Where all have a slot there is no
+// choice.
+int checked_admit(const moepool_pool_config &config, int experts) {
+    const int admit = at_least(config.admit, -1, "admit");
+    return config.miss == MOEPOOL_MISS_AUTO && admit == -1 && config.slots < experts ? 1 : admit;
+}
+
 const Store &sealed(const Store &store) {
     if (!store.sealed()) fail(MOEPOOL_ERROR_STATE, "the store is still being packed: seal it before making pools");
     return store;
@@ -103,7 +110,7 @@ Pool::Pool(std::shared_ptr<const Store> store, const moepool_pool_config &config
       backend_(backend(config.device)),
       policy_(checked_policy(config)),
       miss_(checked_miss(config.miss)),
-      admit_(config.miss == MOEPOOL_MISS_AUTO && config.admit == -1 ? 1 : at_least(config.admit, -1, "admit")),
+      admit_(checked_admit(config, layer_.experts())),
       prompt_tokens_(at_least(config.prompt_tokens, 0, "prompt_tokens")),
       max_slots_(std::min(checked_most(config), layer_.experts())),
       slots_(backend_.make_slots(layer_, std::min(at_least(config.slots, 0, "slots"), layer_.experts()), max_slots_,

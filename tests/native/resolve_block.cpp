@@ -55,7 +55,7 @@ struct Device {
           expert_in(room, -1),
           leases(room, 0),
           ids(kMostDecodePlaces),
-          order(kMostDecodePlaces),
+          order(kMostDecodePlaces * kMostDecodeTokens),
           uses(experts),
           arena(room * kRecord),
           store(experts * kRecord),
@@ -256,15 +256,17 @@ void follow(int seed, Totals &totals) {
 
         // Every place is in one tile, which reads where the expert lay and fills where it lies now. A single token's
         // are a tile each.
+        check(single || device.tile_count <= most_tiles_of(tokens * k, experts), what + "number of tiles");
         std::vector<int> seen(ids.size(), 0);
         for (int i = 0; i < (single ? k : device.tile_count); ++i) {
             const DecodeTile &tile = device.tiles[i];
             check(tile.zero == 0, what + "a tile of which a part is not written");
-            for (int j = tile.first; j < tile.first + tile.count; ++j) {
-                const int place = single ? j : device.order[j];
+            for (int j = 0; j < tile.count; ++j) {
+                const int place = single ? i : device.order[kMostDecodeTokens * i + j];
                 ++seen[place];
                 const int64_t id = ids[place];
                 const auto address = [&](int slot) { return device.arena.data() + slot * Device::kRecord; };
+                check(tile.count <= (before[id] >= 0 ? kResidentPlaces : kMostDecodeTokens), what + "places of a tile");
                 check(tile.record == (before[id] >= 0 ? address(before[id]) : device.records[id]), what + "record");
                 const uint8_t *fill = nullptr;
                 for (const auto &a : step.admissions)
