@@ -101,26 +101,22 @@ __device__ __forceinline__ void copy_tail(const Residents &residents, const Deco
         *reinterpret_cast<int4 *>(tile.fill + i) = *reinterpret_cast<const int4 *>(tile.record + i);
 }
 
-// Hidden columns 32 * group .. of a place, one a lane. Columns of padding are 0.
-__device__ __forceinline__ void hand_hidden(const Step &step, const Part &part, int64_t place, int64_t group,
+// Hidden columns 32 * group .. of a place, one a lane: column r, 0 if it is of padding.
+__device__ __forceinline__ void hand_hidden(const Step &step, const Part &part, int64_t place, int group, int64_t r,
                                             float hidden, uint32_t number) {
     const int lane = threadIdx.x;
-    const int64_t r = group * kPanelRows + lane;
     if (step.handed)
         hand_over(quantise(hidden), lane, handed_block(step, place, part.row_groups, group), number);
     else if (r < part.rows)
         hand_over(hidden, step.handed_x + place * part.rows + r, number);
 }
 
-// The same from a lane's sums of gate and up.
-__device__ __forceinline__ void hand_hidden(const Step &step, const Part &gate, const Part &up, const uint8_t *record,
-                                            int64_t place, int64_t group, float g, float u, uint32_t number) {
-    const int64_t r = group * kPanelRows + threadIdx.x;
-    // The padding rows of the last panel enter no sum.
-    const float hidden = r < gate.rows ? num::swiglu(finish_row(g, record, gate.scale, gate.bias, r),
-                                                     finish_row(u, record, up.scale, up.bias, r))
-                                       : 0.0f;
-    hand_hidden(step, gate, place, group, hidden, number);
+// From a lane's sums of gate and up. The padding rows of the last panel enter no sum.
+__device__ __forceinline__ float hidden_of(const Part &gate, const Part &up, const uint8_t *record, int64_t r, float g,
+                                           float u) {
+    return r < gate.rows ? num::swiglu(finish_row(g, record, gate.scale, gate.bias, r),
+                                       finish_row(u, record, up.scale, up.bias, r))
+                         : 0.0f;
 }
 
 }  // namespace

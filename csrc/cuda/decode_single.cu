@@ -168,7 +168,8 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, 2)
         if (end < units) __syncthreads();
     }
     if (warp > 0 || (kBell && host)) return;
-    hand_hidden(step, gate, up, looked.record, place, group, sums[0], sums[1], number);
+    const int64_t r = group * kPanelRows + lane;
+    hand_hidden(step, gate, place, group, r, hidden_of(gate, up, looked.record, r, sums[0], sums[1]), number);
 }
 
 // A unit of down: chunk `chunk` of place `place`, or the distance of two.

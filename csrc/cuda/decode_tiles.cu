@@ -71,10 +71,13 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, kBlocks)
     }
     if (tile.host) return;
     __syncthreads();
+    const int64_t r = int64_t{group} * kPanelRows + lane;
 #pragma unroll 1
-    for (int t = warp; t < tile.count; t += warps)
-        hand_hidden(step, gate, up, tile.record, __shfl_sync(~0u, place, t), group, mine.totals[t * 32 + lane],
-                    mine.totals[kSums + t * 32 + lane], number);
+    for (int t = warp; t < tile.count; t += warps) {
+        const float *sums = mine.totals + t * 32 + lane;
+        hand_hidden(step, gate, __shfl_sync(~0u, place, t), group, r,
+                    hidden_of(gate, up, tile.record, r, sums[0], sums[kSums]), number);
+    }
 }
 
 // Gate or up, if they differ in type. Gate leaves its rows to up, which makes the hidden ones.
@@ -115,7 +118,7 @@ __global__ void __launch_bounds__(32 * kDownWarps, kBlocks)
         if (r < part.rows) row = finish_row(total[t * 32 + lane], tile.record, part.scale, part.bias, r);
         if (is_up) {
             if (r < part.rows) row = num::swiglu(__ldcg(step.gated + to * part.rows + r), row);
-            hand_hidden(step, part, to, group, row, number);
+            hand_hidden(step, part, to, group, r, row, number);
         } else if (r < part.rows) {
             step.gated[to * part.rows + r] = row;
         }

@@ -72,41 +72,32 @@ class Panels {
     // So many bytes come into a stage in all: it can be taken when they are there. Once for each filling of it, before
     // or behind the copies are started.
     __device__ void expect(int stage, int bytes) {
-#if __CUDA_ARCH__ >= 900
-        if (lane_ == 0)
-            asm volatile(
-                "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barriers_ + stage)),
-                "r"(bytes)
-                : "memory");
-#endif
+        if (kAsynchronous && lane_ == 0) arrive(shared_address(barriers_ + stage), bytes);
     }
     // Starts a copy into a stage by each lane from `first` up to `end`: `bytes` from `source` to `at` in it.
     __device__ void fetch(int stage, int first, int end, const uint8_t *source, int at, int bytes) {
         uint8_t *const target = memory_ + stage * bytes_;
-#if __CUDA_ARCH__ >= 900
-        if (lane_ >= first && lane_ < end)
-            asm volatile(
-                "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                    shared_address(target + at)),
-                "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(shared_address(barriers_ + stage))
-                : "memory");
-#else
-        for (int who = first; who < end; ++who) {
-            const auto *from =
-                reinterpret_cast<const uint8_t *>(__shfl_sync(~0u, reinterpret_cast<unsigned long long>(source), who));
-            uint8_t *const to = target + __shfl_sync(~0u, at, who);
-            const int size = __shfl_sync(~0u, bytes, who);
-            for (int i = 16 * lane_; i < size; i += 16 * 32)
-                *reinterpret_cast<int4 *>(to + i) = *reinterpret_cast<const int4 *>(from + i);
+        if constexpr (kAsynchronous) {
+            if (lane_ >= first && lane_ < end) copy(target + at, source, bytes, shared_address(barriers_ + stage));
+        } else {
+            for (int who = first; who < end; ++who)
+                load(target + __shfl_sync(~0u, at, who),
+                     reinterpret_cast<const uint8_t *>(
+                         __shfl_sync(~0u, reinterpret_cast<unsigned long long>(source), who)),
+                     __shfl_sync(~0u, bytes, who));
         }
-        __syncwarp();
-#endif
     }
     // Starts the copy of the warp's next panel, which is a stage.
     __device__ void fetch(const uint8_t *source, int bytes) {
         const int stage = begin();
-        expect(stage, bytes);
-        fetch(stage, 0, 1, source, 0, bytes);
+        uint8_t *const target = memory_ + stage * bytes_;
+        if constexpr (!kAsynchronous) {
+            load(target, source, bytes);
+        } else if (lane_ == 0) {
+            const uint32_t barrier = shared_address(barriers_ + stage);
+            arrive(barrier, bytes);
+            copy(target, source, bytes, barrier);
+        }
     }
     __device__ int stages() const { return stages_; }
     // The stage that is begun next, and the one behind a stage.
@@ -153,6 +144,27 @@ class Panels {
     }
 
   private:
+    // By one lane.
+    static __device__ void arrive(uint32_t barrier, int bytes) {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+#endif
+    }
+    static __device__ void copy(uint8_t *target, const uint8_t *source, int bytes, uint32_t barrier) {
+#if __CUDA_ARCH__ >= 900
+        asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                         shared_address(target)),
+                     "l"(__cvta_generic_to_global(source)), "r"(bytes), "r"(barrier)
+                     : "memory");
+#endif
+    }
+    // By all lanes, where nothing is asynchronous.
+    __device__ void load(uint8_t *target, const uint8_t *source, int bytes) const {
+        for (int i = 16 * lane_; i < bytes; i += 16 * 32)
+            *reinterpret_cast<int4 *>(target + i) = *reinterpret_cast<const int4 *>(source + i);
+        __syncwarp();
+    }
+
     uint8_t *memory_;
     uint64_t *barriers_;
     const int stages_, bytes_, lane_;
