@@ -29,12 +29,13 @@ struct Shared {
           total(partial + partials * 32) {}
 };
 
-// A panel in shared memory times one staged row.
+// A panel in shared memory times one staged row: its sum goes to *out.
 template <class T>
-__device__ __forceinline__ float multiply_row(const uint8_t *panel, int width, const uint8_t *staged, int lane) {
+__device__ __forceinline__ void multiply_row(const uint8_t *panel, int width, const uint8_t *staged, int lane,
+                                             float *out) {
     float sum[1] = {};
     multiply_panel<T, 1>(panel, width, staged, lane, sum);
-    return sum[0];
+    *out = sum[0];
 }
 
 // Waits for the books. Their block runs: it is block 0 of gate/up, and blocks are begun in the order of their numbers.
@@ -150,7 +151,7 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, 2)
             if (unit == warp && warp + beginners < warps) start(panels.of_warp(beginners), warp + beginners);
             if (fill) panels.copy_out(panel, fill + offset(unit), bytes(unit));
             if (!kBell || !host)
-                shared.partial[(unit - first) * 32 + lane] = multiply_row<T>(panel, width, staged, lane);
+                multiply_row<T>(panel, width, staged, lane, shared.partial + (unit - first) * 32 + lane);
             if (fill) panels.finish_stores();
             __syncwarp();
             const int next = unit + warps * stages;
@@ -169,7 +170,12 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, 2)
     }
     if (warp > 0 || (kBell && host)) return;
     const int64_t r = group * kPanelRows + lane;
-    hand_hidden(step, gate, place, group, r, hidden_of(gate, up, looked.record, r, sums[0], sums[1]), number);
+    const float hidden = hidden_of(gate, up, looked.record, r, sums[0], sums[1]);
+    // As hand_hidden does, but in 32 bits: there is no register to spare.
+    if (step.handed)
+        hand_over(quantise(hidden), lane, step.handed + (place * row_groups + group) * kQuads, number);
+    else if (r < gate.rows)
+        hand_over(hidden, step.handed_x + place * gate.rows + r, number);
 }
 
 // A unit of down: chunk `chunk` of place `place`, or the distance of two.
@@ -292,7 +298,7 @@ __global__ void __launch_bounds__(32 * kDownWarps, 2)
             if (computes || fill) {
                 const uint8_t *panel = panels.take();
                 if (fill) panels.copy_out(panel, fill + offset(mine), bytes(mine));
-                if (computes) *partial = multiply_row<T>(panel, chunk_width(down, mine.chunk), staged, lane);
+                if (computes) multiply_row<T>(panel, chunk_width(down, mine.chunk), staged, lane, partial);
                 if (fill) panels.finish_stores();
                 __syncwarp();
             }
