@@ -160,7 +160,7 @@ def test_auto_asks_nobody_where_every_expert_gets_a_slot(cupy: Any) -> None:
         assert limited.stats().host_bytes > 0
         with few_slots():
             assert pool.resize(2) == 2
-        run(pool)
+            run(pool)
         assert pool.stats().host_bytes > 0
 
 
