@@ -55,13 +55,13 @@ class Gpu:
 
     def __init__(self) -> None:
         try:
-            import cupy
-        except ImportError as error:
-            raise click.ClickException(f"this needs CuPy: {CUPY_REMEDY} ({error})") from None
-        try:
             moepool.memory("cuda:0")
         except moepool.MoePoolError as error:
             raise click.ClickException(str(error)) from None
+        try:
+            import cupy
+        except ImportError as error:
+            raise click.ClickException(f"this needs CuPy: {CUPY_REMEDY} ({error})") from None
         self.cupy = cupy
         properties = cupy.cuda.runtime.getDeviceProperties(0)
         self.name = str(properties["name"].decode())

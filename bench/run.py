@@ -25,6 +25,7 @@ from bench.ggml import Ggml
 from bench.gpu import Gpu
 from bench.measure import Report, machine
 from bench.workload import TYPES, Shape
+from moepool.options import writable
 from tests import cases
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -42,7 +43,11 @@ def list_of(kind: Any) -> Callable[..., list[Any]]:
 def shape_of(ctx: click.Context, param: click.Parameter, value: str) -> Shape:
     sizes = list_of(click.IntRange(min=1))(ctx, param, value)
     if len(sizes) != 4 or sizes[0] % 256 or sizes[1] % 256 or sizes[3] > sizes[2]:
-        raise click.BadParameter("the first two must be multiples of 256, and K at most EXPERTS", ctx, param)
+        raise click.BadParameter(
+            "it takes four numbers, of which the first two are multiples of 256, and K is at most EXPERTS",
+            ctx,
+            param,
+        )
     return Shape(*sizes)
 
 
@@ -120,6 +125,7 @@ json_option = click.option(
     "--json",
     "path",
     type=click.Path(dir_okay=False, path_type=Path),
+    callback=writable,
     help="Also write everything to this file.",
 )
 

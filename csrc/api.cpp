@@ -520,8 +520,8 @@ moepool_status moepool_pool_ffn(moepool_pool *pool, const moepool_ids *ids, moep
 moepool_status moepool_pool_describe(moepool_pool *pool, int64_t tokens, int64_t k, char *text, int64_t size) {
     return guarded([&] {
         given(text, "text");
-        if (size < 1 || tokens < 0 || k < 1)
-            fail(MOEPOOL_ERROR_ARGUMENT, "size and k must be at least 1, tokens at least 0");
+        if (tokens < 0 || k < 1) fail(MOEPOOL_ERROR_ARGUMENT, "tokens must be at least 0, k at least 1");
+        if (size < 1) fail(MOEPOOL_ERROR_ARGUMENT, "size must be at least 1");
         const std::string words = pool_of(pool).describe(tokens, k);
         const size_t count = std::min(words.size(), static_cast<size_t>(size) - 1);
         std::memcpy(text, words.data(), count);
