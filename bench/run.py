@@ -44,7 +44,7 @@ def shape_of(ctx: click.Context, param: click.Parameter, value: str) -> Shape:
     sizes = list_of(click.IntRange(min=1))(ctx, param, value)
     if len(sizes) != 4 or sizes[0] % 256 or sizes[1] % 256 or sizes[3] > sizes[2]:
         raise click.BadParameter(
-            "it takes four numbers, of which the first two are multiples of 256, and K is at most EXPERTS",
+            "it takes four: the first two must be multiples of 256, and K at most EXPERTS",
             ctx,
             param,
         )
