@@ -130,9 +130,9 @@ constexpr int kStageBytes = kPanelBytes<T> + kRows * kStagedBytes<T>;
 // chunks: of a matrix; sums: matrices or row groups of which a block sums up, at least.
 template <class T, int kRows>
 DecodeConfig config(int chunks, int most_warps, int sums, int room) {
+    constexpr int kStage = kStageBytes<T, kRows> + 8, kStaged = kSubBatch * kStagedBytes<T>;
     const auto bytes = [&](int warps, int stages) {
-        return warps * (stages * (kStageBytes<T, kRows> + 8) + kSubBatch * kStagedBytes<T>)+std::max(sums, warps) *
-               kMostDecodeTokens * 128;
+        return warps * (stages * kStage + kStaged) + std::max(sums, warps) * kMostDecodeTokens * 128;
     };
     const int panels = std::max(1, kBudget / kStageBytes<T, kRows>);
     DecodeConfig c{};

@@ -52,7 +52,8 @@ __device__ __forceinline__ void stage_floats(uint8_t *target, const Step &step, 
 }
 
 // Where a block of 32 hidden columns of a place is handed over.
-__device__ __forceinline__ uint4 *handed_block(const Step &step, int64_t place, int64_t blocks, int64_t block) {
+template <class Index>
+__device__ __forceinline__ uint4 *handed_block(const Step &step, Index place, Index blocks, Index block) {
     return step.handed + (place * blocks + block) * kQuads;
 }
 // One chunk of the hidden row of a place, by the warp that uses it: its blocks may be asked for ahead; they come to
@@ -101,12 +102,14 @@ __device__ __forceinline__ void copy_tail(const Residents &residents, const Deco
         *reinterpret_cast<int4 *>(tile.fill + i) = *reinterpret_cast<const int4 *>(tile.record + i);
 }
 
-// Hidden columns 32 * group .. of a place, one a lane: column r, 0 if it is of padding.
-__device__ __forceinline__ void hand_hidden(const Step &step, const Part &part, int64_t place, int group, int64_t r,
+// Hidden columns 32 * group .. of a place, one a lane: column r, 0 if it is of padding. Index: int, where there is no
+// register to spare.
+template <class Index>
+__device__ __forceinline__ void hand_hidden(const Step &step, const Part &part, Index place, int group, int64_t r,
                                             float hidden, uint32_t number) {
     const int lane = threadIdx.x;
     if (step.handed)
-        hand_over(quantise(hidden), lane, handed_block(step, place, part.row_groups, group), number);
+        hand_over(quantise(hidden), lane, handed_block<Index>(step, place, part.row_groups, group), number);
     else if (r < part.rows)
         hand_over(hidden, step.handed_x + place * part.rows + r, number);
 }

@@ -170,12 +170,7 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, 2)
     }
     if (warp > 0 || (kBell && host)) return;
     const int64_t r = group * kPanelRows + lane;
-    const float hidden = hidden_of(gate, up, looked.record, r, sums[0], sums[1]);
-    // As hand_hidden does, but in 32 bits: there is no register to spare.
-    if (step.handed)
-        hand_over(quantise(hidden), lane, step.handed + (place * row_groups + group) * kQuads, number);
-    else if (r < gate.rows)
-        hand_over(hidden, step.handed_x + place * gate.rows + r, number);
+    hand_hidden(step, gate, place, group, r, hidden_of(gate, up, looked.record, r, sums[0], sums[1]), number);
 }
 
 // A unit of down: chunk `chunk` of place `place`, or the distance of two.

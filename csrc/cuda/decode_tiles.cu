@@ -75,8 +75,8 @@ __global__ void __launch_bounds__(32 * kGateUpWarps, kBlocks)
 #pragma unroll 1
     for (int t = warp; t < tile.count; t += warps) {
         const float *sums = mine.totals + t * 32 + lane;
-        hand_hidden(step, gate, __shfl_sync(~0u, place, t), group, r,
-                    hidden_of(gate, up, tile.record, r, sums[0], sums[kSums]), number);
+        hand_hidden<int64_t>(step, gate, __shfl_sync(~0u, place, t), group, r,
+                             hidden_of(gate, up, tile.record, r, sums[0], sums[kSums]), number);
     }
 }
 

@@ -68,7 +68,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     });
     __syncthreads();
 
-    // In rising order of the experts: hits, the missing, and, for more tokens, where each one's places and tiles begin.
+    // In rising order of the experts: hits, the missing, and, for more tokens, where each one's tiles begin.
     // A warp counts 32 of them, and then adds up what all have counted.
     const int chunks = (experts + 31) >> 5;
     each_together(experts, [&](int e) {

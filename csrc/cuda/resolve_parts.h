@@ -78,7 +78,7 @@ struct Books {
     int64_t *worth;          // by slot; of an election, the votes by expert
     const uint8_t **record;  // by expert: in host memory
     int *count;              // by expert: places
-    Pair *first;             // its first place in order, and its first tile, without those of the 32s before its own
+    Pair *first;             // places and tiles in front of its own, without those of the 32s before
     int *slot;               // before the step, or -1
     int *meets;              // of a missing expert: which victim
     int *missing;            // experts, rising

@@ -31,8 +31,8 @@ struct Inputs {
     __device__ const uint8_t *row(int64_t index, const Part &part) const {
         return reinterpret_cast<const uint8_t *>(step.input + index * (part.columns / kBlockColumns));
     }
-    // One chunk of a row, to shared memory by a warp.
     __device__ Quad ask(int64_t, const Part &, int, int) const { return {}; }
+    // One chunk of a row that did not come with a panel, to shared memory by a warp.
     __device__ void stage(Quad, uint8_t *target, int64_t index, const Part &part, int chunk, int lane) const {
         if constexpr (kFloats<T>)
             stage_floats(target, step, index * part.columns + int64_t{chunk} * kChunkColumns, chunk_width(part, chunk),
