@@ -16,9 +16,9 @@ import pytest
 import moepool
 from moepool._native import handles
 from tests import cases
-from tests.support import F32, I32, Guarded, assert_same, few_slots, get, layer_of
-from tests.test_cuda_decode import (
+from tests.decode_steps import (
     CHAIN,
+    DEVICE,
     EXPERTS,
     NAN,
     SIZES,
@@ -30,10 +30,9 @@ from tests.test_cuda_decode import (
     recorded,
     steps_of,
 )
+from tests.support import F32, I32, Guarded, assert_same, few_slots, get, layer_of
 
 pytestmark = [pytest.mark.cuda, pytest.mark.usefixtures("settings")]
-
-DEVICE = "cuda:0"
 
 
 @pytest.fixture(scope="module")

@@ -11,8 +11,8 @@ import pytest
 import moepool
 from moepool.policy import PolicyName
 from tests import cases
+from tests.decode_steps import DEVICE, EXPERTS, SMALL, assert_in_step, counts, recorded
 from tests.support import assert_same, few_slots, ffn_layer, get, layer_of, reference_ffn
-from tests.test_cuda_decode import DEVICE, EXPERTS, SMALL, assert_in_step, counts, recorded
 from tests.test_policy import draw_policy
 
 pytestmark = pytest.mark.cuda
