@@ -30,6 +30,11 @@ __device__ __forceinline__ uint32_t load_from_host(const uint32_t *at) {
     asm volatile("ld.acquire.sys.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
     return value;
 }
+__device__ __forceinline__ uint64_t load_from_host(const uint64_t *at) {
+    uint64_t value;
+    asm volatile("ld.acquire.sys.u64 %0, [%1];" : "=l"(value) : "l"(at) : "memory");
+    return value;
+}
 __device__ __forceinline__ void store_to_host(uint32_t *at, uint32_t value) {
     asm volatile("st.release.sys.u32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
@@ -256,9 +261,13 @@ __device__ __forceinline__ void poll_answer(const Bell &bell) {
     const uint32_t epoch = __ldcg(&state.epoch);
     const int load = __ldcg(&state.load);
     bool lost = __ldcg(&state.poisoned);
+    uint64_t told = 0;
+    uint2 pace = {};
     if (!lost) {
+        // That of the answer before, whose look over the link nobody waits for.
+        if (bell.divides) pace = __ldcv(reinterpret_cast<const uint2 *>(bell.answer->pace + load));
         const unsigned long long begun = device_ns();
-        while (load_from_host(&bell.answer->epoch) != epoch) {
+        while (doorbell::epoch_of(told = load_from_host(&bell.answer->told)) != epoch) {
             const uint64_t waited = device_ns() - begun;
             if (waited < min(bell.timeout_ns, bell.give_up_ns)) continue;
             const bool itself = waited >= bell.timeout_ns;
@@ -280,12 +289,9 @@ __device__ __forceinline__ void poll_answer(const Bell &bell) {
     else
         store_relaxed(&state.arrived, epoch);
     if (!bell.divides || lost) return;
-    // A look over a link that is full of records takes as long as these do, so the CPU says when it was done. The pace
-    // may be that of the answer before.
-    const uint2 pace = __ldcv(reinterpret_cast<const uint2 *>(bell.answer->pace + load));
-    const uint32_t took = __ldcv(&bell.answer->took_ns);
+    // A look over a link that is full of records takes as long as these do, so the CPU says when it was done.
     state.pace[load] = {pace.x, pace.y};
-    state.answered = __ldcg(&state.posted) + division::kRoundTripNs + took;
+    state.answered = __ldcg(&state.posted) + division::kRoundTripNs + doorbell::took_of(told);
 }
 
 // Waits until the answer to the step's request is there, or lost. By one thread of a block; a barrier of the block has

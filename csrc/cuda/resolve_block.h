@@ -119,7 +119,6 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         hosted_misses = records_for_host(step, outlook, misses, hits + misses, wanted_places, tick);
         hosted = hosted_misses + (all_host ? hits : 0);
         shares = hosted_misses > 0 && hosted_misses < misses;
-        if (thread == 0) begin_times(step, hits + misses, wanted_places);
         if (all_host) {
             each(experts, [&](int e) { books.host[e] = count[e] > 0; });
             __syncthreads();
@@ -128,6 +127,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
             post_nothing(step.bell);
         else if (!shares)
             ask_the_cpu();
+        if (thread == 0) begin_times(step, hits + misses, wanted_places);  // reading the clock takes a while
     }
 
     if (misses > 0) {

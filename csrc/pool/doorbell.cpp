@@ -360,9 +360,8 @@ void Channel::answer_now(uint32_t epoch) {
         failed("an exception of an unknown type");
     }
     const double took = std::chrono::duration<double, std::nano>(Clock::now() - begun).count();
-    answer_->took_ns = static_cast<uint32_t>(std::min(took, 4e9));
     break_silence(silence_);  // the answer may be late: then this request has begun it
-    __atomic_store_n(&answer_->epoch, epoch, __ATOMIC_RELEASE);
+    __atomic_store_n(&answer_->told, told_of(epoch, static_cast<uint32_t>(std::min(took, 4e9))), __ATOMIC_RELEASE);
     learn(work, took);
 }
 

@@ -4,7 +4,8 @@
 // 64 bytes each, and some buffers:
 //
 //   Request   the device writes a buffer, then the rest of the line, then, released, `epoch`
-//   Answer    the CPU writes the rows, then took_ns, then, released, `epoch`; then a pace, for the next request
+//   Answer    the CPU writes the rows, then, released, the epoch and how long it took, in one word that one look over a
+//             link tells; then a pace, for the next request
 //   Trouble   the device writes it once, when an answer did not come in time
 //
 // and shares one word with the others:
@@ -69,10 +70,12 @@ struct alignas(8) Pace {  // a device reads it at once
 };
 
 struct alignas(64) Answer {
-    uint32_t epoch;
-    uint32_t took_ns;  // at work
+    uint64_t told;  // the epoch, and above it the nanoseconds at work
     Pace pace[kLoads];
 };
+MOEPOOL_HD constexpr uint64_t told_of(uint32_t epoch, uint32_t took_ns) { return uint64_t{took_ns} << 32 | epoch; }
+MOEPOOL_HD constexpr uint32_t epoch_of(uint64_t told) { return static_cast<uint32_t>(told); }
+MOEPOOL_HD constexpr uint32_t took_of(uint64_t told) { return static_cast<uint32_t>(told >> 32); }
 
 struct alignas(64) Trouble {
     uint32_t epoch;      // of the request

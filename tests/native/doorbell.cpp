@@ -98,7 +98,7 @@ struct Device {
     }
     bool await(milliseconds bound) {
         const auto end = Clock::now() + bound;
-        while (__atomic_load_n(&channel->answer()->epoch, __ATOMIC_ACQUIRE) != epoch) {
+        while (doorbell::epoch_of(__atomic_load_n(&channel->answer()->told, __ATOMIC_ACQUIRE)) != epoch) {
             if (Clock::now() < end) {
                 std::this_thread::yield();
                 continue;
@@ -333,7 +333,7 @@ void by_host_calls() {
     CHECK(!device.channel->serve());
     device.post(buffer, 1, 1, {5}, 1);
     std::this_thread::sleep_for(milliseconds(5));
-    CHECK(device.channel->answer()->epoch == 0);
+    CHECK(device.channel->answer()->told == 0);
     CHECK(device.channel->serve());
     CHECK(device.await(milliseconds(0)));
     device.check(buffer, 1, {5}, 1);
