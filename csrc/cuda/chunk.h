@@ -49,7 +49,8 @@ __device__ __forceinline__ void multiply_chunk(const uint32_t *words, int width,
     constexpr Form kForm = Decode<T>::kForm;
     const Panel<L> panel{words, kFull ? kChunkColumns / T::info.block : width / T::info.block};
     if constexpr (kForm == Form::kFloat) {
-#pragma unroll 8
+        // A sum's additions wait for one another: enough of them in a row hide the loads of those behind.
+#pragma unroll(kBatch <= 2 ? 32 : 8)
         for (int k = 0; k < (kFull ? kChunkColumns : width); ++k) {
             const float weight = Decode<T>::weight(panel, k);
 #pragma unroll

@@ -63,36 +63,36 @@ struct PlainNibbles : Nibbles<T, kSegment> {
         }
     }
 };
-// Four bytes of a and b, those of the lower eight entries of a table that the nibbles of a selector name. A nibble with
-// bit 3 set gives the sign of its byte eight times.
-__device__ __forceinline__ uint32_t look_up(uint32_t a, uint32_t b, uint32_t selector) {
-    uint32_t found;
-    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(found) : "r"(a), "r"(b), "r"(selector));
-    return found;
+// The bytes of a and b that four nibbles name. A nibble with bit 3 set gives the sign of its byte eight times.
+__device__ __forceinline__ uint32_t bytes_of(uint32_t a, uint32_t b, uint32_t nibbles) {
+    uint32_t bytes;
+    asm("prmt.b32 %0, %1, %2, %3;" : "=r"(bytes) : "r"(a), "r"(b), "r"(nibbles));
+    return bytes;
 }
-// A constant that the compiler does not know: in front of each prmt that wants a known one in a register it would make
-// it anew. Blocks of threads have no depth.
+// A constant that the compiler does not know: one that it knows it would move into a register anew for each prmt.
+// Blocks of threads have no depth.
 __device__ __forceinline__ uint32_t kept(uint32_t constant) { return constant * blockDim.z; }
 template <class T, class Table, int kSegment>
 struct LookedUpNibbles : Nibbles<T, kSegment> {
-    // Four nibbles, as they follow one another, are a selector into half of the table; bit 3 chooses the half.
-    static __device__ __forceinline__ uint32_t four(uint32_t w, uint32_t other, uint32_t half) {
-        const uint32_t k0 = kept(Table::words[0]), k2 = kept(Table::words[2]);
-        const uint32_t lower = look_up(k0, Table::words[1], w), upper = look_up(k2, Table::words[3], other);
-        // Codes below 128 have no sign: what is of the other half is 0.
-        return Table::kMostCode < 128 ? lower | upper : look_up(lower, upper, half);
+    // Of codes below 128, whose sign is 0, one half of the table gives 0 where the other one is meant.
+    static constexpr bool kSmall = Table::kMostCode < 128;
+
+    // The codes of four nibbles that follow one another: what they name in the lower half of the table, and in the
+    // upper one; `half` chooses.
+    static __device__ __forceinline__ uint32_t four(uint32_t in_lower, uint32_t in_upper, uint32_t half) {
+        const uint32_t lower = bytes_of(kept(Table::words[0]), Table::words[1], in_lower);
+        const uint32_t upper = bytes_of(kept(Table::words[2]), Table::words[3], in_upper);
+        return kSmall ? lower | upper : bytes_of(lower, upper, half);
     }
     template <class L>
     static __device__ __forceinline__ void codes(Panel<L> p, int b, uint32_t (&out)[8]) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-            const uint32_t w = Nibbles<T, kSegment>::eight(p, b, i);
-            uint32_t own = w, other = w ^ 0x88888888u, half = 0;
-            if (Table::kMostCode >= 128) {
-                own = other = w & 0x77777777u;
-                half = ((w >> 1) & 0x44444444u) | 0x32103210u;
-            }
-            const uint32_t first = four(own, other, half), last = four(own >> 16, other >> 16, half >> 16);
+            const uint32_t w = Nibbles<T, kSegment>::eight(p, b, i), within = w & 0x77777777u;
+            const uint32_t in_lower = kSmall ? w : within, in_upper = kSmall ? w ^ 0x88888888u : within;
+            const uint32_t half = ((w >> 1) & 0x44444444u) | 0x32103210u;
+            const uint32_t first = four(in_lower, in_upper, half),
+                           last = four(in_lower >> 16, in_upper >> 16, half >> 16);
             out[2 * i] = __byte_perm(first, last, 0x6420);
             out[2 * i + 1] = __byte_perm(first, last, 0x7531);
         }
