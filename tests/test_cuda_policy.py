@@ -319,6 +319,7 @@ def test_slots_change_under_a_graph(tokens: int, cupy: Any, layer: moepool.Layer
         assert_same(given.reshape(right.shape), right, "all results")
 
 
+@pytest.mark.alone
 def test_memory_is_given_back_and_taken_again(cupy: Any) -> None:
     ffn = cases.Ffn("large", 2048, 768, 64, 2, "q8_0", "q8_0", "q8_0")
     large = layer_of(ffn)

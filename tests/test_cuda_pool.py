@@ -81,6 +81,7 @@ def resident_memory() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
+@pytest.mark.alone
 def test_h28_pools_made_and_dropped_give_their_memory_back(cupy: Any) -> None:
     """Store and pool, 64 MiB each; every fifth time the making of the pool fails in the middle."""
     x = cupy.ones((1, 4096), cupy.float32)
@@ -105,6 +106,7 @@ def test_h28_pools_made_and_dropped_give_their_memory_back(cupy: Any) -> None:
     assert max(used for _, used in after[2:]) <= after[1][1] + 24 * MIB, "memory of the host"
 
 
+@pytest.mark.alone
 def test_a_route_keeps_the_slots_until_it_ends(cupy: Any) -> None:
     layer = large_layer(4, 16)
     x = cupy.ones((1, 4096), cupy.float32)
@@ -140,6 +142,7 @@ def test_the_budget_limits_the_slots_and_says_so(cupy: Any, layer: moepool.Layer
         moepool.Pool(layer, 8, device=DEVICE, budget_bytes=8 * record).close()
 
 
+@pytest.mark.alone
 def test_all_pools_together_take_half_of_what_nobody_else_uses(cupy: Any) -> None:
     """Another user has taken nearly all of the device: the first pool gets fewer slots, the second none."""
     layer = large_layer(8, 64)
