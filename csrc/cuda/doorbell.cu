@@ -52,6 +52,7 @@ Doorbell::Doorbell(const Layer &layer, std::shared_ptr<const void> keep, bool di
           [&layer, keep = std::move(keep)](const doorbell::Work &work) { cpu_answer(layer, work); })) {
     BellState fresh = {};
     fresh.link_ns = link_ns;
+    fresh.beside = division::begin_beside(link_ns);
     fresh.course_due = divides;
     fresh.course = division::begin_course(std::abs(doorbell::settings().period.load()));
     try {

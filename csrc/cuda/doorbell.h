@@ -41,8 +41,8 @@ struct BellState {
     alignas(8) int32_t all_host;  // the CPU computes every place of the step, hits too
     int32_t course_due;           // the course may change in this step, or in the next
     int32_t next_all_host;        // all_host of the next step
-    int32_t bias;                 // of division::share
     uint32_t link_ns;             // of a record over the link
+    division::Beside beside;
     doorbell::Pace pace[doorbell::kLoads];
     division::Course course;
     // The last step: records, and when the books began, the CPU was asked, the hot part was done, the answer was there,

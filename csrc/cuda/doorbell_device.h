@@ -60,7 +60,7 @@ __device__ __forceinline__ bool hosts_all(const Step &step, const Outlook &outlo
     return step.bell.divides && (step.single ? outlook.seen.all_host : outlook.seen.next_all_host);
 }
 __device__ __forceinline__ division::Rates rates_of(const BellState &state, int load) {
-    return {state.link_ns, state.pace[load]};
+    return {state.link_ns, state.pace[load], state.beside};
 }
 
 __device__ __forceinline__ int load_of(int wanted, int places) {
@@ -84,9 +84,11 @@ __device__ __noinline__ void learn(const Step &step, const Outlook &outlook) {
     if (!step.single) state.all_host = seen.next_all_host;
     if (seen.wanted <= 0 || seen.ended <= seen.begun) return;
     const division::Rates rates = rates_of(seen, seen.load);
-    if (seen.streamed > 0 && seen.hosted > 0 && seen.ready > seen.begun && seen.answered > seen.begun)
-        state.bias = division::next_bias(rates, seen.bias, static_cast<int64_t>(seen.ready),
-                                         static_cast<int64_t>(seen.answered));
+    if (seen.streamed > 0 && seen.hosted > 0 && seen.ready > seen.begun && seen.answered > seen.begun) {
+        state.beside =
+            division::next_beside(rates, seen.streamed, static_cast<int64_t>(seen.ready - seen.begun), seen.hosted,
+                                  static_cast<int64_t>(seen.answered - seen.posted) - division::kRoundTripNs);
+    }
     const int64_t took = static_cast<int64_t>(seen.ended - seen.begun);
     const int64_t alone = rates.cpu.record_ns ? division::finished(rates, seen.wanted, seen.wanted) : 0;
     division::Course course = seen.course;
@@ -109,9 +111,7 @@ __device__ __forceinline__ int records_for_host(const Step &step, const Outlook 
     const Bell &bell = step.bell;
     if (missing == 0) return 0;
     if (!bell.divides || hosts_all(step, outlook)) return missing;
-    const int load = load_of(wanted, places);
-    const int share = division::share(rates_of(outlook.seen, load), missing, outlook.seen.bias);
-    return share ? share : tick % division::kRelearn == 0;
+    return division::share(rates_of(outlook.seen, load_of(wanted, places)), missing, tick);
 }
 
 // For the lesson of the next step. By one thread of each block, when it has done its hot part, and at its end: there

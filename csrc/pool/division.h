@@ -12,54 +12,72 @@ namespace division {
 
 constexpr int64_t kRoundTripNs = 8000;  // of a request and its answer, besides what the CPU is at work
 constexpr int64_t kPassNs = 15000;      // of records that are read over the link, besides what the link is at work
-constexpr int kRelearn = 256;           // every so many steps the CPU gets a record though the link is quicker
-constexpr int kMostBias = 8;            // quarter records
+constexpr int kRelearn = 256;           // steps from one that tries a division anew to the next
 constexpr int kTrial = 8;               // every so many steps a record may come in though the CPU computes all
 
+// What both sides take longer beside one another, as they read the same memory. It is learnt from divided steps.
+struct Beside {
+    uint32_t link_ns;      // a record over the link
+    uint32_t cpu_1024ths;  // of the CPU's pace
+};
 // What a record takes, over the link and by the CPU.
 struct Rates {
     int64_t link_ns;
     doorbell::Pace cpu;  // record_ns 0: not known yet
+    Beside beside;
 };
+MOEPOOL_HD inline Beside begin_beside(int64_t link_ns) { return {static_cast<uint32_t>(link_ns), 1024}; }
 
 MOEPOOL_HD inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+MOEPOOL_HD inline int64_t beside_link(const Rates &r, int64_t cpu_ns) { return cpu_ns * r.beside.cpu_1024ths / 1024; }
 MOEPOOL_HD inline int64_t finished(const Rates &r, int missing, int hosted) {
-    const int64_t cpu = hosted ? kRoundTripNs + r.cpu.base_ns + hosted * int64_t{r.cpu.record_ns} : 0;
-    return larger(missing > hosted ? kPassNs + (missing - hosted) * r.link_ns : 0, cpu);
+    if (hosted == 0) return missing ? kPassNs + missing * r.link_ns : 0;
+    const int64_t cpu = r.cpu.base_ns + hosted * int64_t{r.cpu.record_ns};
+    if (hosted == missing) return kRoundTripNs + cpu;
+    return larger(kPassNs + (missing - hosted) * int64_t{r.beside.link_ns}, kRoundTripNs + beside_link(r, cpu));
 }
 
 // How many of so many missing records the CPU computes. Both sides begin together and the step waits for the later one,
-// so one of the two numbers beside the point where they meet is best. All, if that takes little longer: both sides read
-// the same memory, and take longer beside one another.
+// so one of the two numbers beside the point where they meet is best. All, if that takes little longer.
 MOEPOOL_HD inline int best_share(const Rates &r, int missing) {
     if (missing <= 0) return 0;
     if (r.cpu.record_ns == 0) return (missing + 1) / 2;  // to learn
-    const int64_t before = kRoundTripNs + r.cpu.base_ns;
-    const int64_t meet = missing == 1 ? 0 : (missing * r.link_ns + kPassNs - before) / (r.link_ns + r.cpu.record_ns);
+    const int64_t link = r.beside.link_ns, before = kRoundTripNs + beside_link(r, r.cpu.base_ns);
+    const int64_t meet =
+        missing == 1 ? 0 : (missing * link + kPassNs - before) / (link + beside_link(r, r.cpu.record_ns));
     int best = 0;
     const auto better = [&](int64_t c) {
         if (c > 0 && c <= missing && finished(r, missing, static_cast<int>(c)) < finished(r, missing, best))
             best = static_cast<int>(c);
     };
     for (int64_t c = larger(meet, 1); c <= meet + 1 || c == 1; ++c) better(c);
-    return finished(r, missing, missing) <= finished(r, missing, best) * 9 / 8 ? missing : best;
+    return finished(r, missing, missing) <= finished(r, missing, best) * 17 / 16 ? missing : best;
 }
 
-// The share, corrected by what steps have shown.
-MOEPOOL_HD inline int share(const Rates &r, int missing, int bias) {
+// A mean of which the newest sample is one part.
+MOEPOOL_HD inline uint32_t mean(uint32_t old, int64_t sample, int part) {
+    if (sample > int64_t{UINT32_MAX}) sample = UINT32_MAX;  // so no mean is larger either
+    if (old == 0) return static_cast<uint32_t>(sample);
+    if (sample > 4 * int64_t{old}) sample = 4 * int64_t{old};  // somebody else had the device for a moment
+    return static_cast<uint32_t>(old + (sample - int64_t{old}) / part);
+}
+
+// The lesson of a divided step: that the device was ready at one time, and the CPU so long at work.
+MOEPOOL_HD inline Beside next_beside(const Rates &r, int streamed, int64_t ready, int hosted, int64_t cpu_ns) {
+    Beside next = r.beside;
+    next.link_ns = mean(next.link_ns, larger((ready - kPassNs) / streamed, r.link_ns), 16);
+    const int64_t alone = r.cpu.base_ns + hosted * int64_t{r.cpu.record_ns};
+    if (r.cpu.record_ns) next.cpu_1024ths = mean(next.cpu_1024ths, larger(cpu_ns * 1024 / alone, 1024), 16);
+    return next;
+}
+
+// The share in the step of a tick. Now and then one that both sides learn from: what they have learnt may be of a
+// moment in which somebody else was at work.
+MOEPOOL_HD inline int share(Rates r, int missing, int64_t tick) {
+    const bool again = tick % kRelearn == 0;
+    if (again) r.beside = begin_beside(r.link_ns);
     const int c = best_share(r, missing);
-    if (c == 0 || c == missing) return c;  // one side alone is quicker: by how much is no matter
-    const int moved = c + (bias + (bias < 0 ? -2 : 2)) / 4;
-    return moved < 1 ? 1 : moved > missing - 1 ? missing - 1 : moved;
-}
-
-// One step's lesson: the device was ready at one time and the answer there at another. One record more on a side moves
-// the difference by link + cpu; what is within that is as good as it gets.
-MOEPOOL_HD inline int next_bias(const Rates &r, int bias, int64_t ready, int64_t answered) {
-    const int64_t within = (r.link_ns + r.cpu.record_ns) * 5 / 8;
-    if (answered - ready > within) return bias > -kMostBias ? bias - 1 : bias;
-    if (ready - answered > within) return bias < kMostBias ? bias + 1 : bias;
-    return bias;
+    return c ? c : again;
 }
 
 // Whether one that was wanted so often is worth a copy over one wanted so often.
@@ -89,13 +107,6 @@ struct Course {
     uint32_t slots_ns, cpu_ns, step_backs;
 };
 MOEPOOL_HD inline Course begin_course(int period) { return {kSlots, period, 0, 0, 0, 0}; }
-
-MOEPOOL_HD inline uint32_t mean(uint32_t old, int64_t sample, int part) {
-    if (sample > int64_t{UINT32_MAX}) sample = UINT32_MAX;  // so no mean is larger either
-    if (old == 0) return static_cast<uint32_t>(sample);
-    if (sample > 4 * int64_t{old}) sample = 4 * int64_t{old};  // somebody else had the device for a moment
-    return static_cast<uint32_t>(old + (sample - int64_t{old}) / part);
-}
 
 // After a step that took so long; predicted: what the CPU alone would have taken, 0 if not known. True: the CPU
 // computes everything in the next step. Comparing costs something, so it is left where the CPU has no prospect, unless
