@@ -382,7 +382,7 @@ def test_states_of_other_pools_are_refused(on: On, layer: moepool.Layer, tmp_pat
         before = residents(pool)
         others = {
             "slots: 4, this one has 3": on.pool(layer, 3, policy="lfu"),
-            "policy number 2, this one has 0": on.pool(layer, 4),
+            "policy lfu, this one has lru": on.pool(layer, 4),
             "half_life 256, this one has 8": on.pool(layer, 4, policy=moepool.Policy("lfu", half_life=8)),
             "experts: 12, this one has 11": on.pool(
                 matrix_layer("q8_0", cases.tame_blocks("q8_0", 11 * 33, 64, "s").reshape(11, 33, -1)),

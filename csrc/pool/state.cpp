@@ -24,6 +24,27 @@ struct Head {
 };
 static_assert(sizeof(Head) == 80, "no padding");
 
+const char *name_of(int32_t policy) {
+    switch (policy) {
+        case MOEPOOL_POLICY_LRU:
+            return "lru";
+        case MOEPOOL_POLICY_STATIC:
+            return "static";
+        case MOEPOOL_POLICY_LFU:
+            return "lfu";
+        case MOEPOOL_POLICY_LFRU:
+            return "lfru";
+        case MOEPOOL_POLICY_SLRU:
+            return "slru";
+        case MOEPOOL_POLICY_REELECT:
+            return "reelect";
+        case MOEPOOL_POLICY_PINNED:
+            return "pinned";
+        default:
+            return "of a newer build";
+    }
+}
+
 // FNV-1a.
 uint64_t hash(const void *data, size_t size, uint64_t from = 0xcbf29ce484222325u) {
     const auto *bytes = static_cast<const uint8_t *>(data);
@@ -100,7 +121,9 @@ Residency::Snapshot read_state(const uint8_t *data, int64_t size, int slots, con
     };
     same(head.experts, own.experts, "experts:");
     same(head.slots, own.slots, "slots:");
-    same(head.policy, own.policy, "policy number");
+    if (head.policy != own.policy)
+        fail(MOEPOOL_ERROR_ARGUMENT, "the state is of a pool with policy %s, this one has %s", name_of(head.policy),
+             name_of(own.policy));
     same(head.guard, own.guard, "guard");
     same(head.half_life, own.half_life, "half_life");
     same(head.weight, own.weight, "weight");
