@@ -16,8 +16,8 @@ from moepool._native import handles
 from tests.programs import run
 
 ROOT = Path(__file__).parents[1]
+NATIVE = ROOT / "tests" / "native"
 SOURCES = (
-    ROOT / "tests" / "native" / "doorbell.cpp",
     ROOT / "csrc" / "pool" / "doorbell.cpp",
     ROOT / "csrc" / "cpu" / "threads.cpp",
     ROOT / "csrc" / "error.cpp",
@@ -47,7 +47,7 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     target = tmp_path_factory.mktemp("doorbell") / "doorbell"
     flags = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread"]
     includes = [f"-I{ROOT / 'include'}", f"-I{ROOT / 'csrc'}"]
-    run("g++", *flags, f"-fsanitize={request.param}", *includes, *SOURCES, "-o", target)
+    run("g++", *flags, f"-fsanitize={request.param}", *includes, NATIVE / "doorbell.cpp", *SOURCES, "-o", target)
     return target
 
 
@@ -72,11 +72,9 @@ def test_division(tmp_path: Path) -> None:
     """How misses are divided, and when slots are given up: no device has a part in it."""
     target = tmp_path / "division"
     includes = [f"-I{ROOT / 'include'}", f"-I{ROOT / 'csrc'}"]
-    source = ROOT / "tests" / "native" / "division.cpp"
-    run(
-        "g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-fsanitize=undefined", *includes, source,
-        "-o", target,
-    )  # fmt: skip
+    flags = ["-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-pthread"]
+    flags += ["-fsanitize=undefined", "-fno-sanitize-recover=undefined"]
+    run("g++", *flags, *includes, NATIVE / "division.cpp", *SOURCES, "-o", target)
     assert run(target) == "ok\n"
 
 

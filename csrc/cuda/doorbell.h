@@ -45,10 +45,11 @@ struct BellState {
     division::Beside beside;
     doorbell::Pace pace[doorbell::kLoads];
     division::Course course;
-    // The last step: records, and when the books began, the CPU was asked, the hot part was done, the answer was there,
-    // all was done. Before `begun`: not yet.
+    // The last step: records, how long the CPU was at work (0: it is not known yet), and when the books began, the hot
+    // part was done, all was done. Before `begun`: not yet.
     int32_t streamed, hosted, wanted, load;
-    unsigned long long begun, posted, ready, answered, ended;
+    uint32_t took_ns;
+    unsigned long long begun, ready, ended;
 };
 
 // What the kernels of a step get. state is NULL if the pool has no doorbell.

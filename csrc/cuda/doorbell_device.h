@@ -67,12 +67,13 @@ __device__ __forceinline__ int load_of(int wanted, int places) {
     return doorbell::load_class((places + wanted - 1) / max(wanted, 1));
 }
 
-// The step begins to be measured. By one thread. Times before that are of an earlier step.
-__device__ __forceinline__ void begin_times(const Step &step, int wanted, int places) {
+// The step begins to be measured, as of `now`. By one thread. Times before that are of an earlier step.
+__device__ __forceinline__ void begin_times(const Step &step, int wanted, int places, unsigned long long now) {
     if (!step.bell.divides) return;
     BellState &state = *step.bell.state;
     state.load = load_of(wanted, places);
-    state.begun = device_ns();
+    state.took_ns = 0;
+    state.begun = now;
 }
 
 // The lesson of the step before, for the next one. By one thread, when nobody waits for the books. Not inlined: its
@@ -84,10 +85,9 @@ __device__ __noinline__ void learn(const Step &step, const Outlook &outlook) {
     if (!step.single) state.all_host = seen.next_all_host;
     if (seen.wanted <= 0 || seen.ended <= seen.begun) return;
     const division::Rates rates = rates_of(seen, seen.load);
-    if (seen.streamed > 0 && seen.hosted > 0 && seen.ready > seen.begun && seen.answered > seen.begun) {
-        state.beside =
-            division::next_beside(rates, seen.streamed, static_cast<int64_t>(seen.ready - seen.begun), seen.hosted,
-                                  static_cast<int64_t>(seen.answered - seen.posted) - division::kRoundTripNs);
+    if (seen.streamed > 0 && seen.hosted > 0 && seen.ready > seen.begun && seen.took_ns > 0) {
+        state.beside = division::next_beside(rates, seen.streamed, static_cast<int64_t>(seen.ready - seen.begun),
+                                             seen.hosted, int64_t{seen.took_ns});
     }
     const int64_t took = static_cast<int64_t>(seen.ended - seen.begun);
     const int64_t alone = rates.cpu.record_ns ? division::finished(rates, seen.wanted, seen.wanted) : 0;
@@ -161,10 +161,10 @@ __device__ __forceinline__ void store_piece(const QuantisedFour &made, int lane,
 }
 
 // Asks the CPU for the rows of the places (expert ids[p]) whose experts `host` marks. By all threads of the block that
-// keeps the books. Places are listed in rising order. columns: of gate. Not inlined: it would take registers from steps
-// that ask nobody.
+// keeps the books. Places are listed in rising order. columns: of gate. divided: others are read over the link. Not
+// inlined: it would take registers from steps that ask nobody.
 __device__ __noinline__ void post(const Step &step, const Outlook &outlook, int64_t columns, bool quantised,
-                                  bool floats, const int *ids, const uint8_t *host) {
+                                  bool floats, const int *ids, const uint8_t *host, bool divided) {
     const Bell &bell = step.bell;
     __shared__ int listed;
     __shared__ uint32_t tokens_asked[kMostDecodePlaces / 32];  // bits, by activation row
@@ -238,9 +238,10 @@ __device__ __noinline__ void post(const Step &step, const Outlook &outlook, int6
         state.epoch = epoch;
         state.places = listed;
         if (ring) {
-            *reinterpret_cast<int4 *>(bell.request) = {bell.buffer, step.tokens, step.k, step.x_per_row};
+            static_assert(offsetof(doorbell::Request, divided) == 2, "the upper half of the first word");
+            *reinterpret_cast<int4 *>(bell.request) = {bell.buffer | divided << 16, step.tokens, step.k,
+                                                       step.x_per_row};
             store_to_host(&bell.request->epoch, epoch);
-            if (bell.divides) state.posted = device_ns();
         }
     }
 }
@@ -291,7 +292,7 @@ __device__ __forceinline__ void poll_answer(const Bell &bell) {
     if (!bell.divides || lost) return;
     // A look over a link that is full of records takes as long as these do, so the CPU says when it was done.
     state.pace[load] = {pace.x, pace.y};
-    state.answered = __ldcg(&state.posted) + division::kRoundTripNs + doorbell::took_of(told);
+    state.took_ns = doorbell::took_of(told);
 }
 
 // Waits until the answer to the step's request is there, or lost. By one thread of a block; a barrier of the block has

@@ -110,9 +110,12 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         note_uses(p, books, experts, slots, tick, epoch, p.kind == MOEPOOL_POLICY_REELECT ? a.state->election : 0);
     };
 
-    const auto ask_the_cpu = [&] { post(tally.step, outlook, a.columns, a.quantised, a.floats, id, books.host); };
     bool shares = false;
+    const auto ask_the_cpu = [&] {
+        post(tally.step, outlook, a.columns, a.quantised, a.floats, id, books.host, shares);
+    };
     if constexpr (kBell) {
+        const unsigned long long now = thread == 0 ? device_ns() : 0;  // which takes a while: nobody waits for it
         // The CPU is told at once, unless it computes some of the missing experts alone: these are the last ones of the
         // order in which they come in, which is not known yet.
         const bool all_host = hosts_all(step, outlook);
@@ -127,7 +130,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
             post_nothing(step.bell);
         else if (!shares)
             ask_the_cpu();
-        if (thread == 0) begin_times(step, hits + misses, wanted_places);  // reading the clock takes a while
+        if (thread == 0) begin_times(step, hits + misses, wanted_places, now);
     }
 
     if (misses > 0) {

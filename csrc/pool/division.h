@@ -12,7 +12,9 @@ namespace division {
 
 constexpr int64_t kRoundTripNs = 8000;  // of a request and its answer, besides what the CPU is at work
 constexpr int64_t kPassNs = 15000;      // of records that are read over the link, besides what the link is at work
-constexpr int kRelearn = 256;           // steps from one that tries a division anew to the next
+constexpr int kRelearn = 256;           // steps from one that tries anew what was learnt to the next
+constexpr int kDear = 8, kRarely = 16;  // the CPU alone, if it takes so many times as long, only every so many times
+constexpr int kMostSlowed = 1 << 20;    // of Beside::cpu_1024ths: products stay in 64 bits
 constexpr int kTrial = 8;               // every so many steps a record may come in though the CPU computes all
 
 // What both sides take longer beside one another, as they read the same memory. It is learnt from divided steps.
@@ -37,11 +39,10 @@ MOEPOOL_HD inline int64_t finished(const Rates &r, int missing, int hosted) {
     return larger(kPassNs + (missing - hosted) * int64_t{r.beside.link_ns}, kRoundTripNs + beside_link(r, cpu));
 }
 
-// How many of so many missing records the CPU computes. Both sides begin together and the step waits for the later one,
-// so one of the two numbers beside the point where they meet is best. All, if that takes little longer.
+// How many of so many missing records the CPU computes, at these rates. Both sides begin together and the step waits
+// for the later one, so one of the two numbers beside the point where they meet is best. All, if that takes little
+// longer.
 MOEPOOL_HD inline int best_share(const Rates &r, int missing) {
-    if (missing <= 0) return 0;
-    if (r.cpu.record_ns == 0) return (missing + 1) / 2;  // to learn
     const int64_t link = r.beside.link_ns, before = kRoundTripNs + beside_link(r, r.cpu.base_ns);
     const int64_t meet =
         missing == 1 ? 0 : (missing * link + kPassNs - before) / (link + beside_link(r, r.cpu.record_ns));
@@ -54,6 +55,22 @@ MOEPOOL_HD inline int best_share(const Rates &r, int missing) {
     return finished(r, missing, missing) <= finished(r, missing, best) * 17 / 16 ? missing : best;
 }
 
+// The share in the step of a tick. All, until the CPU's pace is known, which is learnt where it is alone. Then and now
+// what was learnt is tried anew, for it may be of a moment in which somebody else was at work: by turns a division as
+// if the sides did not slow one another down, and the CPU alone, which is left out mostly where that takes far longer.
+MOEPOOL_HD inline int share(Rates r, int missing, int64_t tick) {
+    if (missing <= 0 || r.cpu.record_ns == 0) return missing;
+    const int best = best_share(r, missing);
+    if (tick % kRelearn) return best;
+    const int64_t turn = tick / kRelearn;
+    if (turn % 2) {
+        r.beside = begin_beside(r.link_ns);
+        return best_share(r, missing);
+    }
+    const bool dear = finished(r, missing, missing) > kDear * finished(r, missing, best);
+    return dear && turn % kRarely ? best : missing;
+}
+
 // A mean of which the newest sample is one part.
 MOEPOOL_HD inline uint32_t mean(uint32_t old, int64_t sample, int part) {
     if (sample > int64_t{UINT32_MAX}) sample = UINT32_MAX;  // so no mean is larger either
@@ -62,22 +79,18 @@ MOEPOOL_HD inline uint32_t mean(uint32_t old, int64_t sample, int part) {
     return static_cast<uint32_t>(old + (sample - int64_t{old}) / part);
 }
 
-// The lesson of a divided step: that the device was ready at one time, and the CPU so long at work.
+// The lesson of a divided step: that the device was ready at one time, and the CPU so long at work. What is far quicker
+// is believed soon.
 MOEPOOL_HD inline Beside next_beside(const Rates &r, int streamed, int64_t ready, int hosted, int64_t cpu_ns) {
+    const auto learnt = [](uint32_t old, int64_t sample) {
+        return mean(old, sample, sample < int64_t{old} * 3 / 4 ? 2 : 16);
+    };
     Beside next = r.beside;
-    next.link_ns = mean(next.link_ns, larger((ready - kPassNs) / streamed, r.link_ns), 16);
-    const int64_t alone = r.cpu.base_ns + hosted * int64_t{r.cpu.record_ns};
-    if (r.cpu.record_ns) next.cpu_1024ths = mean(next.cpu_1024ths, larger(cpu_ns * 1024 / alone, 1024), 16);
+    next.link_ns = learnt(next.link_ns, larger((ready - kPassNs) / streamed, r.link_ns));
+    if (r.cpu.record_ns == 0) return next;
+    const int64_t slowed = cpu_ns * 1024 / (r.cpu.base_ns + hosted * int64_t{r.cpu.record_ns});
+    next.cpu_1024ths = learnt(next.cpu_1024ths, slowed < 1024 ? 1024 : slowed > kMostSlowed ? kMostSlowed : slowed);
     return next;
-}
-
-// The share in the step of a tick. Now and then one that both sides learn from: what they have learnt may be of a
-// moment in which somebody else was at work.
-MOEPOOL_HD inline int share(Rates r, int missing, int64_t tick) {
-    const bool again = tick % kRelearn == 0;
-    if (again) r.beside = begin_beside(r.link_ns);
-    const int c = best_share(r, missing);
-    return c ? c : again;
 }
 
 // Whether one that was wanted so often is worth a copy over one wanted so often.

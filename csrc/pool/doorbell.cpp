@@ -315,7 +315,7 @@ void Fit::add(double n, double took) {
     if (++count <= kFirst) return;
     // Later a moment in which somebody else had the processor is no measure, but a quick answer is one.
     const double expected = pace.record_ns ? pace.base_ns + n * pace.record_ns : took, t = std::min(took, 4 * expected);
-    const double part = std::max(t < expected / 2 ? 0.5 : kNewest, 1.0 / (count - kFirst));
+    const double part = std::max(t < expected * 3 / 4 ? 0.5 : kNewest, 1.0 / (count - kFirst));
     mean_n += (n - mean_n) * part;
     mean_t += (t - mean_t) * part;
     mean_nn += (n * n - mean_nn) * part;
@@ -343,6 +343,7 @@ void Channel::answer_now(uint32_t epoch) {
     const Request &request = *request_;
     const Buffer &buffer = buffers_[static_cast<size_t>(request.buffer)];
     const int64_t places = int64_t{request.tokens} * request.k;
+    const bool divided = request.divided != 0;
     std::copy_n(buffer.experts, places, buffer.taken);
     const Work work{request.tokens, request.k, request.per_row, buffer.taken, buffer.input, buffer.rows};
     const Clock::time_point begun = Clock::now();
@@ -362,7 +363,7 @@ void Channel::answer_now(uint32_t epoch) {
     const double took = std::chrono::duration<double, std::nano>(Clock::now() - begun).count();
     break_silence(silence_);  // the answer may be late: then this request has begun it
     __atomic_store_n(&answer_->told, told_of(epoch, static_cast<uint32_t>(std::min(took, 4e9))), __ATOMIC_RELEASE);
-    learn(work, took);
+    if (!divided) learn(work, took);
 }
 
 // How many records, each multiplied with how many rows, took so long: for the answers behind this one, since the device

@@ -58,13 +58,15 @@ constexpr int kMostBuffers = 16;
 constexpr int kLoads = 5;
 
 struct alignas(64) Request {
-    int32_t buffer;
+    int16_t buffer;
+    int16_t divided;  // the device reads records over the link meanwhile: how long the CPU takes is then no pace
     int32_t tokens, k;
     int32_t per_row;  // places that share an activation row: k or 1
     uint32_t epoch;
 };
 
-// What some records take on this machine, under its load of these moments: base_ns + n * record_ns. 0: not known yet.
+// What some records take on this machine, under its load of these moments, while the link has nothing to do:
+// base_ns + n * record_ns. 0: not known yet.
 struct alignas(8) Pace {  // a device reads it at once
     uint32_t base_ns, record_ns;
 };
@@ -85,6 +87,7 @@ struct alignas(64) Trouble {
 constexpr uint32_t kItself = 1, kLikeOthers = 2;  // waited for the whole time-out, or gave up in a silence
 
 static_assert(sizeof(Request) == 64 && sizeof(Answer) == 64 && sizeof(Trouble) == 64, "a line each");
+static_assert(offsetof(Answer, pace) % sizeof(Pace) == 0, "a pace is read at once");
 
 // A line through what answers took, the newest counting most.
 struct Fit {
@@ -156,7 +159,7 @@ class Channel {
     Channel(const Memory &memory, int64_t columns, bool polled, Compute compute);
     bool pending() const { return __atomic_load_n(&request_->epoch, __ATOMIC_ACQUIRE) != served_; }
     void answer_now(uint32_t epoch);
-    void learn(const Work &work, double took_ns);
+    void learn(const Work &work, double took_ns);  // of the CPU alone
     void note_failure(const char *why);
     void free();
     static void sweep();

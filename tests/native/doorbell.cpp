@@ -85,12 +85,13 @@ struct Device {
         : channel(Channel::open(memory, kColumns, polled, std::move(with))) {}
     ~Device() { Channel::close(std::move(channel)); }
 
-    void post(int buffer, int tokens, int k, const std::vector<int32_t> &experts, uint8_t input) {
+    void post(int buffer, int tokens, int k, const std::vector<int32_t> &experts, uint8_t input, bool divided = false) {
         const doorbell::Buffer &b = channel->buffer(buffer);
         std::copy(experts.begin(), experts.end(), b.experts);
         for (int t = 0; t < tokens; ++t) b.input[t] = static_cast<uint8_t>(input + t);
         doorbell::Request &line = *channel->request();
-        line.buffer = buffer;
+        line.buffer = static_cast<int16_t>(buffer);
+        line.divided = divided;
         line.tokens = tokens;
         line.k = k;
         line.per_row = k;
@@ -353,6 +354,10 @@ void pace() {
         for (int e = 1 + i % 7; e < 8; ++e) experts[static_cast<size_t>(e)] = -1;
         device.post(buffer, 1, 8, experts, 0);
         CHECK(device.await(milliseconds(20000)));
+        const uint64_t answer = __atomic_load_n(&device.channel->answer()->told, __ATOMIC_ACQUIRE);
+        const uint32_t least = (1000 + 2000 * (1 + i % 7)) * 1000;  // ns
+        CHECK(doorbell::took_of(answer) >= least && doorbell::took_of(answer) < 4000000000u);
+        CHECK(doorbell::told_of(doorbell::epoch_of(answer), doorbell::took_of(answer)) == answer);
     }
     const auto told = [&](int64_t rows_a_record) {  // with the answer before, or already with this one
         doorbell::Pace pace;
@@ -368,6 +373,12 @@ void pace() {
         CHECK(device.await(milliseconds(20000)));
     }
     CHECK(told(7).record_ns > 2000000);
+    // What the CPU takes while the link is at work is no pace of it.
+    for (int i = 0; i < 6; ++i) {
+        device.post(buffer, 4, 1, {2, 2, 2, 2}, 0, true);
+        CHECK(device.await(milliseconds(20000)));
+    }
+    CHECK(told(3).record_ns == 0);
 
     // The first answers are no measure; a slow one hardly is, and a quick one soon shows.
     doorbell::Fit fit;

@@ -241,6 +241,7 @@ void follow(int seed, Totals &totals) {
                                                                         : device.bell.share % (step.misses + 1)),
               what + "misses of the CPU");
         check(static_cast<int>(hosted.size()) == hosted_misses + (all_host ? step.hits : 0), what + "hits of the CPU");
+        check(device.bell.divided == (hosted_misses > 0 && hosted_misses < step.misses), what + "divided");
         if (miss == MOEPOOL_MISS_AUTO) {
             check(device.bell.streamed == step.misses - hosted_misses, what + "streamed");
             check(admit < 0 || static_cast<int>(step.admissions.size()) <= admit,

@@ -11,6 +11,7 @@ struct BellState {
     int share;               // of the missing experts, drawn beforehand
     bool all_host;           // the same
     std::vector<int> asked;  // by place: the expert, or -1
+    bool divided;            // as the CPU was told
     int streamed, hosted, wanted;
 };
 struct Bell {

@@ -14,19 +14,24 @@ constexpr int kOutlookWords = 0;
 inline uint32_t outlook_word(const Bell &, int) { return 0; }
 inline void keep_word(Outlook &, int, uint32_t) {}
 inline bool hosts_all(const Step &step, const Outlook &) { return step.bell.divides && step.bell.state->all_host; }
-inline void begin_times(const Step &, int, int) {}
+inline unsigned long long device_ns() { return 0; }
+inline void begin_times(const Step &, int, int, unsigned long long) {}
 inline void learn(const Step &, const Outlook &) {}
 inline int records_for_host(const Step &step, const Outlook &outlook, int missing, int, int, int64_t) {
     return !step.bell.divides || hosts_all(step, outlook) ? missing : step.bell.state->share % (missing + 1);
 }
-inline void post(const Step &step, const Outlook &, int64_t, bool, bool, const int *ids, const uint8_t *host) {
+inline void post(const Step &step, const Outlook &, int64_t, bool, bool, const int *ids, const uint8_t *host,
+                 bool divided) {
     if (threadIdx.x || threadIdx.y) return;
+    step.bell.state->divided = divided;
     step.bell.state->asked.clear();
     for (int p = 0; p < step.tokens * step.k; ++p)
         step.bell.state->asked.push_back(ids[p] >= 0 && host[ids[p]] ? ids[p] : -1);
 }
 inline void post_nothing(const Bell &bell) {
-    if (bell.state) bell.state->asked.clear();
+    if (!bell.state) return;
+    bell.state->asked.clear();
+    bell.state->divided = false;
 }
 inline void note_step(const Bell &bell, int streamed, int hosted, int wanted) {
     bell.state->streamed = streamed;
