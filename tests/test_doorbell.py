@@ -47,7 +47,16 @@ def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     target = tmp_path_factory.mktemp("doorbell") / "doorbell"
     flags = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread"]
     includes = [f"-I{ROOT / 'include'}", f"-I{ROOT / 'csrc'}"]
-    run("g++", *flags, f"-fsanitize={request.param}", *includes, NATIVE / "doorbell.cpp", *SOURCES, "-o", target)
+    run(
+        "g++",
+        *flags,
+        f"-fsanitize={request.param}",
+        *includes,
+        NATIVE / "doorbell.cpp",
+        *SOURCES,
+        "-o",
+        target,
+    )
     return target
 
 
