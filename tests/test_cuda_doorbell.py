@@ -328,7 +328,7 @@ def test_hits_ask_nobody(cupy: Any, layer: moepool.Layer) -> None:
 
 
 def test_slots_that_lose_are_left(cupy: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Slots for an eighth of many small experts, all of which are wanted, and others fill the link after a while.
+    """Slots for an eighth of many small experts, all of which are wanted; after a while others fill the link.
 
     The misses are left to the CPU then, or hits as well, which is a step back and is told. When few are
     wanted, the slots win their place back.

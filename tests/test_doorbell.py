@@ -45,18 +45,9 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 @pytest.fixture(scope="module", params=["thread", "address,undefined"])
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("doorbell") / "doorbell"
-    flags = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread"]
+    flags = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread", f"-fsanitize={request.param}"]
     includes = [f"-I{ROOT / 'include'}", f"-I{ROOT / 'csrc'}"]
-    run(
-        "g++",
-        *flags,
-        f"-fsanitize={request.param}",
-        *includes,
-        NATIVE / "doorbell.cpp",
-        *SOURCES,
-        "-o",
-        target,
-    )
+    run("g++", *flags, *includes, NATIVE / "doorbell.cpp", *SOURCES, "-o", target)
     return target
 
 
