@@ -45,18 +45,10 @@ pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")
 @pytest.fixture(scope="module", params=["thread", "address,undefined"])
 def program(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     target = tmp_path_factory.mktemp("doorbell") / "doorbell"
-    flags = [
-        "-std=c++17",
-        "-O1",
-        "-g",
-        "-Wall",
-        "-Wextra",
-        "-Werror",
-        "-pthread",
-        f"-fsanitize={request.param}",
-    ]
+    flags = ["-std=c++17", "-O1", "-g", "-Wall", "-Wextra", "-Werror", "-pthread"]
     includes = [f"-I{ROOT / 'include'}", f"-I{ROOT / 'csrc'}"]
-    run("g++", *flags, *includes, NATIVE / "doorbell.cpp", *SOURCES, "-o", target)
+    sources = (NATIVE / "doorbell.cpp", *SOURCES)
+    run("g++", *flags, f"-fsanitize={request.param}", *includes, *sources, "-o", target)
     return target
 
 
