@@ -115,7 +115,8 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         post(tally.step, outlook, a.columns, a.quantised, a.floats, id, books.host, shares);
     };
     if constexpr (kBell) {
-        const unsigned long long now = thread == 0 ? device_ns() : 0;  // which takes a while: nobody waits for it
+        // Which takes a while: nobody waits for it.
+        const unsigned long long now = divides && thread == 0 ? device_ns() : 0;
         // The CPU is told at once, unless it computes some of the missing experts alone: these are the last ones of the
         // order in which they come in, which is not known yet.
         const bool all_host = hosts_all(step, outlook);
