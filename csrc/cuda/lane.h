@@ -1,4 +1,5 @@
-// The lane of quant/decode.h for CUDA: a thread is a lane, so that a word a row is one 128-byte line a warp.
+// The lane of quant/decode.h for CUDA: a thread is a lane, so that a word a row is one 128-byte line a warp. Nibbles
+// are looked up by unpack.h.
 #pragma once
 
 #include "numerics.h"
@@ -19,15 +20,6 @@ struct Lane {
         float f;
         asm("{.reg .f16 h; .reg .b16 l, u; mov.b32 {l, u}, %1; mov.b16 h, l; cvt.f32.f16 %0, h;}" : "=f"(f) : "r"(w));
         return f;
-    }
-    // prmt looks eight bytes up at once: both halves of the table, then bit 3 of each index chooses.
-    template <class Table>
-    static __device__ __forceinline__ W lookup(W w) {
-        constexpr uint32_t k0 = Table::words[0], k1 = Table::words[1], k2 = Table::words[2], k3 = Table::words[3];
-        const uint32_t low = w & 0x07070707u;
-        const uint32_t selector = __byte_perm(low | (low >> 4), 0, 0x4420);
-        const uint32_t upper = ((w & 0x08080808u) >> 3) * 0xffu;
-        return (__byte_perm(k0, k1, selector) & ~upper) | (__byte_perm(k2, k3, selector) & upper);
     }
     // a + the four products of u's bytes, unsigned, with q's, signed.
     static __device__ __forceinline__ W dot(W a, W u, int q) {
