@@ -328,10 +328,10 @@ def test_hits_ask_nobody(cupy: Any, layer: moepool.Layer) -> None:
 
 
 def test_slots_that_lose_are_left(cupy: Any, caplog: pytest.LogCaptureFixture) -> None:
-    """Slots for an eighth of many small experts, all of which are wanted; after a while others fill the link.
+    """Slots for an eighth of many small experts, all of which are wanted: the CPU alone is quicker than both.
 
-    The misses are left to the CPU then, or hits as well, which is a step back and is told. When few are
-    wanted, the slots win their place back.
+    If not at once, then when others fill the link, of which the pool knows nothing. When few are wanted, the
+    slots win their place back.
     """
     tokens, k, experts, size = 16, 8, 128, 64 << 20
     small = cases.Ffn("slots that lose", 512, 256, experts, k, "q8_0", "q8_0", "q8_0")
@@ -362,12 +362,12 @@ def test_slots_that_lose_are_left(cupy: Any, caplog: pytest.LogCaptureFixture) -
             return (after.host_bytes - before.host_bytes) / layer.record_bytes / wanted
 
         parts: list[float] = []
-        while len(parts) < 80 and not (len(parts) > 45 and parts[-1] > 0.8):
+        while len(parts) < 80 and not (pool.stats().step_backs and parts[-1] > 0.8):
             parts.append(replayed(many, len(parts) > 40))
-        assert parts[-1] > 0.8, [round(part, 2) for part in parts]
-        backs = pool.stats().step_backs
-        assert [record.levelname for record in caplog.records] == ["WARNING"] * (backs > 0)
-        assert ("slower than the CPU alone" in caplog.text) == (backs > 0)
+        told = [round(part, 2) for part in parts]
+        assert pool.stats().step_backs > 0 and parts[-1] > 0.8, told
+        assert [record.levelname for record in caplog.records] == ["WARNING"]
+        assert "slower than the CPU alone" in caplog.text
         rounds = next((i for i in range(40) if replayed(few) < 0.5), None)
         assert rounds is not None, "the slots were not tried again"
         with moepool.Pool(layer, 0) as law:
