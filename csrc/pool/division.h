@@ -55,7 +55,7 @@ MOEPOOL_HD inline int best_share(const Rates &r, int missing) {
     return finished(r, missing, missing) <= finished(r, missing, best) * 17 / 16 ? missing : best;
 }
 
-// The share in the step of a tick. All, until the CPU's pace is known, which is learnt where it is alone. Then and now
+// The share in the step of a tick. All, until the CPU's pace is known, which is learnt where it is alone. Now and then
 // what was learnt is tried anew, for it may be of a moment in which somebody else was at work: by turns a division as
 // if the sides did not slow one another down, and the CPU alone, which is left out mostly where that takes far longer.
 MOEPOOL_HD inline int share(Rates r, int missing, int64_t tick) {
