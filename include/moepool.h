@@ -151,8 +151,9 @@ typedef struct moepool_doorbell_settings {
     int64_t timeout_us; /* how long a step waits for an answer: 1,000,000. If the CPU answers none, a graph of many
                          * pools waits so long once, and then 10 ms a pool. A display's watchdog ends kernels after
                          * 2 s */
-    int32_t host_nodes; /* 1: a host function of the stream or graph asks, and no kernel waits: slower by some 40 us a
-                         * layer. 0: kernels wait. -1: they do where that is safe, which it is not under Windows */
+    int32_t host_nodes; /* 1: a host function of the stream or graph asks, and no kernel waits: slower by some 35 to
+                         * 55 us a layer. 0: kernels wait. -1: they do where that is safe, which it is not under
+                         * Windows */
     int32_t period;     /* with miss = auto, steps of a pool from one comparison with the CPU alone to the next: 2048.
                          * Below 0, for tests: also where the CPU has no prospect */
     int64_t stall_us;   /* for tests: the CPU waits so long before it computes; -1: its thread ends instead; 0 */
