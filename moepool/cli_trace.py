@@ -140,7 +140,8 @@ def _text(trace: Trace, info: TraceInfo) -> str:
     lines = [
         f"{len(info.layers)} layers, {model.experts} experts, top-{model.k}, {router}",
         f"{info.rows:,} rows: {info.prompt_rows:,} of prompts, {info.decode_rows:,} of decode steps",
-        f"{info.tokens:,} tokens in {info.steps:,} steps, {info.admissions:,} admissions",
+        f"{info.tokens:,} tokens in {info.steps:,} steps, {info.admissions:,} admissions"
+        + ("" if info.admissions else " (`--trace` keeps them in runs with --miss auto alone)"),
         "",
     ]
     counts = trace.counts("decode")[list(info.layers)]

@@ -43,6 +43,9 @@ from moepool.errors import ArgumentError, FormatError
 Form = Literal["plain", "csv", "binary"]
 Int64 = NDArray[np.int64]
 
+PROFILE_HEADER = "phase,layer,expert,count"
+"""The first line of a routing profile (`moepool/runner/profile.py`), which is no trace."""
+
 MAGIC = b"MOETRACE"
 SUFFIXES: dict[str, Form] = {".csv": "csv", ".moetrace": "binary"}
 
@@ -217,6 +220,12 @@ class _Text:
         if self.path.suffix == ".moetrace" and first:
             raise FormatError(
                 f"trace {self.path}, byte 0: not a trace: it does not begin with {MAGIC.decode()}"
+            )
+        if first.strip() == PROFILE_HEADER.encode():
+            self._fail(
+                1,
+                "a routing profile, not a trace: `generate --hot` reads it, in a program "
+                "moepool.runner.RoutingProfile.load; `generate --trace` writes a trace",
             )
         self.file.seek(0)
         # The first line says how many columns there are.

@@ -646,13 +646,13 @@ def test_profile_counts_prompt_and_decode_apart(checkpoint: Checkpoint) -> None:
     assert profile.decode.sum(axis=1).tolist() == [8 * config.experts_used] * config.layers
 
 
-def test_hottest_takes_the_lower_id_among_equals() -> None:
+def test_the_hottest_come_first_and_of_equals_the_lower_id() -> None:
     profile = RoutingProfile(2, 4)
     profile.prompt[:] = [[1, 5, 5, 0], [2, 2, 2, 2]]
     assert profile.hottest(2) == [[1, 2], [0, 1]]
     profile.decode[:] = [[4, 0, 4, 3], [1, 2, 2, 2]]  # from now on prompts have no say
     assert profile.hottest(2) == [[0, 2], [1, 2]]
-    assert profile.hottest(9) == [[0, 1, 2, 3]] * 2
+    assert profile.hottest(9) == [[0, 2, 3, 1], [1, 2, 3, 0]]
 
 
 def test_profiles_may_be_concatenated(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import moepool
 from moepool import Trace, TraceModel, tracefile
 from moepool.cli import main
 from moepool.recorder import PoolRecorder, TraceRecorder
-from moepool.runner import Checkpoint, Placement, bundled_model, generate
+from moepool.runner import Checkpoint, Placement, RoutingProfile, bundled_model, generate
 from moepool.runner.perplexity import perplexity
 from moepool.trace import trace_model
 from moepool.tracefile import steps_of
@@ -323,6 +324,14 @@ def test_files_that_are_no_traces(tmp_path: Path) -> None:
     fails(write(tmp_path / "a.csv", HEAD.replace("pos", "position")), "line 2: the columns")
     with pytest.raises(moepool.ArgumentError, match="No such file"):
         Trace.load(tmp_path / "none.csv")
+
+
+@pytest.mark.parametrize("lenient", [False, True])
+def test_a_routing_profile_is_no_trace(tmp_path: Path, lenient: bool) -> None:
+    RoutingProfile(4, 32).save(tmp_path / "routing.csv")
+    match = "line 1: a routing profile, not a trace: `generate --hot` reads it, .*RoutingProfile.load"
+    with pytest.raises(moepool.FormatError, match=match):
+        Trace.load(tmp_path / "routing.csv", lenient=lenient)
 
 
 def test_another_models_trace_is_refused(tmp_path: Path) -> None:
@@ -651,7 +660,12 @@ def test_the_commands(tmp_path: Path) -> None:
     run("trace", "split", csv, "--at", 2, "--rest", tmp_path / "r.csv")
     assert same(Trace.load(tmp_path / "r.csv"), Trace.load(csv).split(2)[1])
     assert "give them together" in run("trace", "split", csv, "--rest", tmp_path / "r.csv", code=1).stderr
-    assert "top-4, router" in run("trace", "info", csv).stdout
+    told = run("trace", "info", csv).stdout
+    assert "top-4, router" in told
+    assert "0 admissions (`--trace` keeps them in runs with --miss auto alone)" in told
+    run("generate", "tiny-moe", "-p", "a", "-n", "4", "--miss", "auto", "--slots", "8", "--trace", csv)
+    assert re.search(r"[1-9]\d* admissions$", run("trace", "info", csv).stdout, re.MULTILINE)
+    assert "recorded" in run("simulate", csv, "--policy", "recorded", "--slots", "8").stdout
 
 
 def test_the_commands_refuse_in_one_line(tmp_path: Path) -> None:

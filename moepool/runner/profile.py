@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from moepool.errors import ArgumentError, FormatError
 from moepool.runner.model import Observer
+from moepool.tracefile import PROFILE_HEADER
 
-HEADER = "phase,layer,expert,count"
+HEADER = PROFILE_HEADER
 
 ProfilePhase = Literal["prompt", "decode"]
 
@@ -52,11 +53,11 @@ class RoutingProfile:
         return observe
 
     def hottest(self, slots: int) -> list[list[int]]:
-        """The `slots` experts of every layer that decode steps want most, in rising id; the lower id among
-        equals. Prompts, which leave slots alone, count only where there is nothing else."""
+        """The `slots` experts of every layer that decode steps want most, most wanted first, the lower id
+        among equals. Prompts, which leave slots alone, count only where there is nothing else."""
         counts = self.decode if self.decode.any() else self.total
-        order = np.argsort(-counts, axis=1, kind="stable")[:, :slots]
-        return [sorted(row) for row in order.tolist()]
+        order: list[list[int]] = np.argsort(-counts, axis=1, kind="stable")[:, :slots].tolist()
+        return order
 
     def save(self, path: str | Path) -> None:
         """Writes the CSV, experts that were never wanted left out."""
