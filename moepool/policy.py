@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import Any, Literal
 
 from moepool._native import handles
 from moepool.checks import choice, count
 from moepool.errors import ArgumentError
 
-__all__ = ["Policy", "PolicyName"]
+__all__ = ["Policy", "PolicyName", "parse_policy", "policy_from"]
 
 PolicyName = Literal["lru", "static", "lfu", "lfru", "slru", "reelect", "pinned"]
 
@@ -74,6 +76,8 @@ class Policy:
     protected_percent: int = _DEFAULTS["protected_percent"]
 
     def __post_init__(self) -> None:
+        if isinstance(self.name, str) and ":" in self.name:
+            raise ArgumentError(f"policy is {self.name!r}; write moepool.{policy_from(self.name)!r}")
         choice("policy", self.name, handles.POLICIES)
         if not isinstance(self.guard, bool):
             raise ArgumentError(f"guard is {self.guard!r}; it must be True or False")
@@ -84,10 +88,7 @@ class Policy:
             known = tuple(dict.fromkeys((*known, "half_life")))
         for option in self._changed():
             if option not in known:
-                raise ArgumentError(
-                    f"{option} is no option of policy {self.name!r}"
-                    + (f", which has {' and '.join(known)}" if known else ", which has none")
-                )
+                raise no_option(option, self.name, known)
 
     def _changed(self) -> list[str]:
         return [f.name for f in fields(self) if f.name != "name" and getattr(self, f.name) != f.default]
@@ -108,6 +109,62 @@ class Policy:
         )
 
 
+OPTIONS = {f.name: f.default for f in fields(Policy) if f.name != "name"}
+"""What policies may be given beside their name, and the defaults."""
+
+
+def no_option(option: str, name: str, known: Sequence[str] = ()) -> ArgumentError:
+    """The error for an option that a policy does not have."""
+    return ArgumentError(
+        f"{option} is no option of policy {name!r}, which has {' and '.join(known) or 'none'}"
+    )
+
+
 def policy_of(value: Policy | PolicyName) -> Policy:
     """A policy, or the one of that name with its defaults."""
     return value if isinstance(value, Policy) else Policy(value)
+
+
+def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
+    """Splits "lfu:half_life=64,guard" into a name and options; semicolons do as well as commas.
+
+    Raises
+    ------
+    ArgumentError
+        An option is neither a word nor `name=integer`, or lacks its number.
+
+    Examples
+    --------
+    >>> parse_policy("lfu:half_life=64,guard")
+    ('lfu', {'half_life': 64, 'guard': True})
+    """
+    name, _, rest = text.partition(":")
+    options: dict[str, Any] = {}
+    for option in filter(None, map(str.strip, re.split("[,;]", rest))):
+        key, equals, value = option.partition("=")
+        if equals and not re.fullmatch("-?[0-9]{1,18}", value):
+            raise ArgumentError(f"{option!r} of policy {text!r} is not name=integer")
+        key = key.replace("-", "_")
+        default = OPTIONS.get(key, False)
+        if not equals and default is not False:
+            raise ArgumentError(f"{key} needs a value in policy {text!r}: {key}={default} is the default")
+        if equals and default is False and key in OPTIONS:
+            raise ArgumentError(f"{key} takes no value in policy {text!r}: write {key}, or leave it out")
+        options[key] = int(value) if equals else True
+    return name, options
+
+
+def policy_from(text: str) -> Policy:
+    """A policy of pools as it is written on the command line.
+
+    Examples
+    --------
+    >>> policy_from("lfu:half_life=64,guard")
+    Policy('lfu', guard=True, half_life=64)
+    """
+    name, options = parse_policy(text)
+    choice("policy", name, handles.POLICIES)
+    for option in options:
+        if option not in OPTIONS:
+            raise no_option(option, name, _OPTIONS[name])
+    return Policy(name, **options)  # type: ignore[arg-type]

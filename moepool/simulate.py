@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from moepool import _sim
-from moepool.checks import INT32, count, integer
+from moepool.checks import INT32, choice, count, integer
 from moepool.cpu import get_threads
 from moepool.errors import ArgumentError, FormatError
-from moepool.policy import Policy
+from moepool.policy import OPTIONS, Policy, no_option, parse_policy, policy_from
 from moepool.pool import Phase, Pool, Route
 from moepool.trace import Trace, must_fit
 
-__all__ = ["POLICIES", "Chooser", "ChosenPool", "Simulation", "SimulationRun", "parse_policy", "simulate"]
+__all__ = ["POLICIES", "Chooser", "ChosenPool", "Simulation", "SimulationRun", "simulate"]
 
 Int64 = npt.NDArray[np.int64]
 
@@ -27,8 +27,6 @@ POLICIES = ("belady", "static", "static-prompt", "lru", "lfu", "lfru", "slru", "
 bound."""
 
 _MOST_RECORD_BYTES = 1 << 40
-
-_OPTIONS = {field.name for field in fields(Policy)} - {"name"}
 
 _STATIC_BY = ("static-prompt", "static-profile")
 """Simulated ways to choose what "static" keeps in pools."""
@@ -533,29 +531,6 @@ def _capped(slots: tuple[int, ...], experts: int) -> tuple[int, ...]:
     return tuple(min(n, experts) for n in slots)
 
 
-def parse_policy(text: str) -> tuple[str, dict[str, Any]]:
-    """Splits "lfu:half_life=64,guard" into a name and options; semicolons do as well as commas.
-
-    Raises
-    ------
-    ArgumentError
-        An option is neither a word nor `name=integer`.
-
-    Examples
-    --------
-    >>> parse_policy("lfu:half_life=64,guard")
-    ('lfu', {'half_life': 64, 'guard': True})
-    """
-    name, _, rest = text.partition(":")
-    options: dict[str, Any] = {}
-    for option in filter(None, map(str.strip, re.split("[,;]", rest))):
-        key, equals, value = option.partition("=")
-        if equals and not re.fullmatch("-?[0-9]{1,18}", value):
-            raise ArgumentError(f"{option!r} of policy {text!r} is not name=integer")
-        options[key.replace("-", "_")] = int(value) if equals else True
-    return name, options
-
-
 def split_policies(text: str) -> list[str]:
     """A list of policies as it is written on the command line; what follows a name as its option stays with
     it.
@@ -568,26 +543,11 @@ def split_policies(text: str) -> list[str]:
     out: list[str] = []
     for part in map(str.strip, re.split("[,;]", text)):
         key = part.partition("=")[0].replace("-", "_")
-        if out and ":" in out[-1] and ":" not in part and ("=" in part or key in _OPTIONS):
+        if out and ":" in out[-1] and ":" not in part and ("=" in part or key in OPTIONS):
             out[-1] += ("" if out[-1].endswith(":") else ",") + part
         else:
             out.append(part)
     return out
-
-
-def policy_from(text: str) -> Policy:
-    """A policy of pools as it is written on the command line.
-
-    Examples
-    --------
-    >>> policy_from("lfu:half_life=64,guard")
-    Policy('lfu', guard=True, half_life=64)
-    """
-    name, options = parse_policy(text)
-    try:
-        return Policy(name, **options)  # type: ignore[arg-type]
-    except TypeError:
-        raise ArgumentError(f"policy {text!r} has an option that no policy knows") from None
 
 
 def pool_policy(text: str) -> Policy:
@@ -612,11 +572,17 @@ def _candidate(value: str | Policy | Chooser, trace: Trace, profile: Trace | Non
     if not isinstance(value, str):
         raise ArgumentError(f"{value!r} is no policy: give a name, a Policy or a Chooser")
     name, options = parse_policy(value)
-    if name == "belady" and not options:
+    choice("policy", name, dict.fromkeys((*POLICIES, "static-profile", "recorded"), 0))
+    if name in ("belady", "recorded") and options:
+        raise no_option(next(iter(options)), name)
+    if name == "belady":
         return Candidate(name, None, None, False)
-    if name == "recorded" and not options:
+    if name == "recorded":
         if not len(trace.admissions):
-            raise ArgumentError("the trace has no admissions: 'recorded' repeats those of PoolRecorder")
+            raise ArgumentError(
+                "the trace has no admissions, which 'recorded' repeats: the commands write them in runs with "
+                "--miss auto alone, a program with PoolRecorder(..., admissions=True)"
+            )
         return Candidate(name, None, Recorded(trace), False)
     if name == "static-prompt" and trace.decode.all():
         raise ArgumentError("static-prompt needs a trace with rows of prompts")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import moepool
-from moepool.policy import PolicyName
+from moepool.policy import PolicyName, policy_from
 from tests import cases
 from tests.spec.residency import Residency
 from tests.support import I32, few_slots
@@ -55,6 +55,10 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         "weight is no option of policy 'lfu', which has guard and half_life",
     ),
     "has none": ({"name": "static", "guard": True}, "guard is no option of policy 'static', which has none"),
+    "written as for a command": (
+        {"name": "lfu:guard"},
+        r"policy is 'lfu:guard'; write moepool\.Policy\('lfu', guard=True\)",
+    ),
     "guard of reelect": ({"name": "reelect", "guard": True}, "guard is no option of policy 'reelect'"),
     "half_life without guard": ({"name": "lru", "half_life": 3}, "half_life is no option of policy 'lru'"),
 }
@@ -64,6 +68,31 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
 def test_a_wrong_policy_is_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(moepool.ArgumentError, match=message):
         moepool.Policy(**options)
+
+
+WRITTEN: dict[str, str] = {
+    "lfu:half_life": "half_life needs a value in policy 'lfu:half_life': half_life=256 is the default",
+    "slru:guard,protected-percent": "protected_percent needs a value .*: protected_percent=75 is the default",
+    "lfu:guard=1": "guard takes no value in policy 'lfu:guard=1': write guard, or leave it out",
+    "lfu:foo": "foo is no option of policy 'lfu', which has guard and half_life",
+    "static:foo=3": "foo is no option of policy 'static', which has none",
+    "mru:foo": "policy is 'mru'; it must be 'lru' or 'static'",
+}
+
+
+@pytest.mark.parametrize("text", WRITTEN)
+def test_a_wrong_policy_is_refused_as_it_is_written_for_commands(text: str) -> None:
+    with pytest.raises(moepool.ArgumentError, match=WRITTEN[text]):
+        policy_from(text)
+
+
+def test_an_option_that_is_yes_or_no_needs_no_value() -> None:
+    assert policy_from("lfu:guard") == moepool.Policy("lfu", guard=True)
+
+
+def test_a_pool_takes_no_policy_as_it_is_written_for_commands(layer: moepool.Layer) -> None:
+    with pytest.raises(moepool.ArgumentError, match=r"write moepool\.Policy\('lfu', guard=True\)"):
+        moepool.Pool(layer, 4, policy="lfu:guard")  # type: ignore[arg-type]
 
 
 def test_half_life_belongs_to_guard() -> None:
