@@ -10,11 +10,28 @@ import click
 from moepool.cli_simulate import parse_size, rates_of, record_bytes_of
 from moepool.errors import ArgumentError, UnsupportedError
 from moepool.memory import memory
-from moepool.options import FILE, MODEL, OUTPUT, environment, json_option, writable, write_json
+from moepool.options import (
+    FILE,
+    MODEL,
+    OUTPUT,
+    checked,
+    device_option,
+    environment,
+    json_option,
+    writable,
+    write_json,
+)
 from moepool.plan import Plan, auto_budget, make_plan
 from moepool.runner.info import ModelInfo
 from moepool.runner.table import format_table
 from moepool.trace import Trace, trace_model
+
+
+def _vram(text: str) -> str:
+    """A size, or auto."""
+    if text != "auto":
+        parse_size(text)
+    return text
 
 
 @click.command("plan")
@@ -31,17 +48,12 @@ from moepool.trace import Trace, trace_model
     "--vram",
     default="auto",
     show_default=True,
+    callback=checked(_vram),
     **environment("VRAM"),
     help="Memory of all slots: 10GiB, or what is free but for a reserve.",
 )
 @click.option("--reserve", help="What auto leaves free: a size [default: 512MiB, or 5 % if that is more].")
-@click.option(
-    "--device",
-    default="cuda:0",
-    show_default=True,
-    **environment("DEVICE"),
-    help="Whose memory auto asks for.",
-)
+@device_option("cuda:0", "Whose memory auto asks for.")
 @click.option(
     "--policy",
     default="auto",

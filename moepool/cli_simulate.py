@@ -13,7 +13,7 @@ from click.core import ParameterSource
 
 from moepool.cli_trace import TOP, load, reading_options, shares_of
 from moepool.errors import ArgumentError, FormatError, MoePoolError, UnsupportedError, warn
-from moepool.options import FILE, environment, json_option, writable, write_json
+from moepool.options import FILE, checked, environment, json_option, writable, write_json
 from moepool.plan import Plan
 from moepool.plots import plot_hit_rates, require_matplotlib
 from moepool.rates import Rates, rates_path, verdict
@@ -93,11 +93,20 @@ def _numbers(ctx: click.Context, param: click.Parameter, value: str | None) -> l
     return [int(part) for part in parts]
 
 
+def _sizes(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """Sizes, commas between; in the environment also what `plan` takes."""
+    named = ctx.get_parameter_source("vram") == ParameterSource.ENVIRONMENT
+    if value is not None and not (named and value == "auto"):
+        checked(lambda text: [parse_size(size) for size in text.split(",")])(ctx, param, value)
+    return value
+
+
 @click.command("simulate")
 @click.argument("trace", type=FILE)
 @click.option("--slots", callback=_numbers, help="Slots of a layer, a list: 8,16,32 [default: five sizes].")
 @click.option(
     "--vram",
+    callback=_sizes,
     **environment("VRAM"),
     help="In place of --slots, memory of all slots: 2GiB,4GiB. Needs --model.",
 )

@@ -11,14 +11,15 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
+from moepool.arrays import device_index
 from moepool.errors import ArgumentError
-from moepool.policy import Policy
+from moepool.policy import policy_from
 from moepool.runner.model import bundled_model
-from moepool.simulate import policy_from
 from moepool.tracefile import SUFFIXES
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _P = TypeVar("_P", bound=str | Path | None)
+_T = TypeVar("_T")
 
 
 class ModelPath(click.Path):
@@ -38,12 +39,21 @@ FILE = click.Path(exists=True, dir_okay=False, path_type=Path)
 OUTPUT = click.Path(dir_okay=False, path_type=Path)
 
 
-def _policy(ctx: click.Context, param: click.Parameter, value: str) -> Policy:
-    """A policy of pools: "lru", or with options "lfu:half_life=64,guard"."""
-    try:
-        return policy_from(value)
-    except ArgumentError as error:
-        raise click.BadParameter(str(error), ctx, param) from None
+def checked(check: Callable[[str], _T]) -> Callable[[click.Context, click.Parameter, str], _T]:
+    """A callback that gives what a check makes of a value, and names the option where it refuses it."""
+
+    def callback(ctx: click.Context, param: click.Parameter, value: str) -> _T:
+        try:
+            return check(value)
+        except ArgumentError as error:
+            raise click.BadParameter(str(error), ctx, param) from None
+
+    return callback
+
+
+def _device(name: str) -> str:
+    device_index(name)
+    return name
 
 
 class _EnvironmentOption(click.Option):
@@ -60,6 +70,18 @@ def environment(name: str) -> dict[str, Any]:
     return {"envvar": f"MOEPOOL_{name}", "show_envvar": True, "cls": _EnvironmentOption}
 
 
+def device_option(default: str, words: str) -> Callable[[_F], _F]:
+    """`--device`, of commands that read MOEPOOL_DEVICE."""
+    return click.option(
+        "--device",
+        default=default,
+        show_default=True,
+        callback=checked(_device),
+        help=words,
+        **environment("DEVICE"),
+    )
+
+
 def placement_options(command: _F) -> _F:
     """The options that say where experts live and what else computes; only `--dense` changes the output."""
     for option in reversed(
@@ -74,7 +96,7 @@ def placement_options(command: _F) -> _F:
             ),
             click.option(
                 "--policy",
-                callback=_policy,
+                callback=checked(policy_from),
                 default="lru",
                 show_default=True,
                 help="Which experts hold the slots: lru, lfu, lfru, slru, reelect, static or pinned; options "
@@ -89,9 +111,7 @@ def placement_options(command: _F) -> _F:
                 help="Who computes an expert without a slot: the device, the CPU, or both.",
                 **environment("MISS"),
             ),
-            click.option(
-                "--device", default="cpu", show_default=True, help="cpu or cuda:N.", **environment("DEVICE")
-            ),
+            device_option("cpu", "cpu or cuda:N."),
             click.option(
                 "--dense",
                 type=click.Choice(["numpy", "cupy"]),

@@ -223,7 +223,8 @@ def test_broken_files_are_one_line(tmp_path: Path) -> None:
 def test_bad_options_are_one_line(tmp_path: Path) -> None:
     generate = ["generate", "tiny-moe", *PROMPT, "-n", "1"]
     assert "top_p" in _error(run(*generate, "--top-p", "0", code=1))
-    assert "abacus" in _error(run(*generate, "--device", "abacus", code=1))
+    assert "'--device': device is 'abacus'" in run(*generate, "--device", "abacus", code=2).stderr
+    assert "half_life needs a value" in run(*generate, "--policy", "lfu:half_life", code=2).stderr
     missing = tmp_path / "no" / "such" / "folder.json"
     for option in ("--json", "--profile"):
         result = run(*generate, option, missing, code=2)

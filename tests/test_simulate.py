@@ -22,10 +22,11 @@ import moepool
 from moepool import Chooser, ChosenPool, Rates, Trace, TraceModel, _sim
 from moepool.cli import main
 from moepool.cli_simulate import parse_size
+from moepool.policy import policy_from
 from moepool.rates import _line, rates_path, verdict
 from moepool.runner import bundled_model
 from moepool.runner.info import ModelInfo
-from moepool.simulate import POLICIES, hot_lists, policy_from, simulate
+from moepool.simulate import POLICIES, hot_lists, simulate
 from tests.support import On, few_slots
 
 EXPERTS, K, LAYERS = 24, 4, 2
@@ -453,7 +454,14 @@ def test_hot_lists_come_from_where_they_say() -> None:
     [
         ({"policies": ["mru"]}, "policy is 'mru'"),
         ({"policies": ["static-promt"]}, "policy is 'static-promt'"),
-        ({"policies": ["lru:speed=3"]}, "an option that no policy knows"),
+        (
+            {"policies": ["beladi"]},
+            "'beladi'; it must be 'belady' or .*'static-prompt' or .*'static-profile' or 'recorded'$",
+        ),
+        ({"policies": ["belady:guard"]}, "guard is no option of policy 'belady', which has none"),
+        ({"policies": ["lru:speed=3"]}, "speed is no option of policy 'lru', which has guard"),
+        ({"policies": ["lfu:half_life"]}, "half_life needs a value"),
+        ({"policies": ["recorded"]}, r"no admissions, which 'recorded' repeats: .*--miss auto alone"),
         ({"policies": ["lru:half_life=x"]}, "not name=integer"),
         ({"policies": ["lfu:half_life=--3"]}, "not name=integer"),
         ({"policies": ["lfu:half_life=\u00b2"]}, "not name=integer"),
@@ -716,9 +724,8 @@ def test_the_command_takes_memory_in_place_of_slots(trace_file: Path) -> None:
     )
     assert sorted({tuple(r["slots"]) for r in report["runs"]}) == [(8,) * 4, (32,) * 4]
     assert "needs --model" in run("simulate", trace_file, "--vram", "4MiB", code=1).stderr
-    assert (
-        "is not a size" in run("simulate", trace_file, "--vram", "much", "--model", "tiny-moe", code=1).stderr
-    )
+    told = run("simulate", trace_file, "--vram", "1GiB,much", "--model", "tiny-moe", code=2).stderr
+    assert "'--vram': 'much' is not a size" in told
     assert "give one of them" in run("simulate", trace_file, "--vram", "1", "--slots", "1", code=1).stderr
     for slots in ("a", "\u00b2", "9" * 5000):
         assert "not a list" in run("simulate", trace_file, "--slots", slots, code=2).stderr
