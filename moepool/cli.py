@@ -93,8 +93,11 @@ def _placement(
     hot: Path | None,
     plan: Path | None,
 ) -> Placement:
-    if plan is not None and not _overridden():
-        return Placement(device=device, plan=Plan.load(plan, trace_model(model)))
+    if plan is not None:
+        overriding = _overriding()
+        if not overriding:
+            return Placement(device=device, plan=Plan.load(plan, trace_model(model)))
+        warn(f"MOEPOOL_PLAN is set aside because {overriding[0]} was given; without it the plan holds")
     if slots == 0 and _given("policy"):
         warn(f"--policy {policy} has no effect without --slots: no expert gets a slot")
     name: Policy | PolicyName = policy if policy != Policy(policy.name) else policy.name
@@ -138,12 +141,12 @@ def _given(option: str) -> bool:
     return click.get_current_context().get_parameter_source(option) == ParameterSource.COMMANDLINE
 
 
-def _overridden() -> bool:
-    """Whether arguments say where experts live, while the plan is only named by the environment."""
+def _overriding() -> list[str]:
+    """The arguments that say where experts live, while the plan is only named by the environment."""
     given = [f"--{name}" for name in ("slots", "policy", "hot") if _given(name)]
     if given and _given("plan"):
         raise ArgumentError(f"--plan says where experts live, and so does {given[0]}: give one of them")
-    return bool(given)
+    return given
 
 
 def _hottest(path: Path, slots: int, model: Path, config: Config) -> list[list[int]]:

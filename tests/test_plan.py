@@ -739,6 +739,25 @@ def test_the_environment_of_plan_and_simulate(files: Path, monkeypatch: pytest.M
     assert "MOEPOOL_VRAM has no effect without --model" in result.stderr
     monkeypatch.setenv("MOEPOOL_VRAM", "auto")
     assert json.loads(run(*found).stdout)["runs"][0]["slots"] == [4] * 4
+    monkeypatch.setenv("MOEPOOL_VRAM", "foo")
+    for command in (("plan", "tiny-moe", *options), found):
+        assert re.search("MOEPOOL_VRAM.*'foo' is not a size", run(*command, code=2).stderr)
+    assert "MOEPOOL_VRAM" not in run(*found, "--vram", "bar", code=2).stderr
+
+
+def test_a_device_that_the_environment_names_wrongly(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEPOOL_DEVICE", "gpu")
+    for command in (TEXT, ("plan", "tiny-moe", "--trace", files / "a.moetrace")):
+        assert re.search("MOEPOOL_DEVICE.*device is 'gpu'; it must be", run(*command, code=2).stderr)
+    assert "MOEPOOL_DEVICE" not in run(*TEXT, "--device", "tpu", code=2).stderr
+
+
+def test_a_plan_that_is_set_aside_is_told(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MOEPOOL_PLAN", str(files / "plan.json"))
+    assert "set aside" not in run(*TEXT).stderr
+    for option, value in (("--policy", "lru"), ("--slots", "7")):
+        told = run(*TEXT, option, value).stderr
+        assert f"Warning: MOEPOOL_PLAN is set aside because {option} was given" in told
 
 
 def test_plan_by_the_card_that_is_there(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
