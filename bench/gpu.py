@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -54,14 +55,19 @@ class Gpu:
     """
 
     def __init__(self) -> None:
+        context = click.get_current_context(silent=True)
+        bench = f"the bench {context.info_name}" if context else "this bench"
         try:
             moepool.memory("cuda:0")
         except moepool.MoePoolError as error:
-            raise click.ClickException(str(error)) from None
+            why = re.sub("[:,] (or )?use device cpu$", "", str(error))  # there is no such option
+            raise click.ClickException(
+                f"{bench} needs a GPU: {why}. Without one there are cpu and peer"
+            ) from None
         try:
             import cupy
         except ImportError as error:
-            raise click.ClickException(f"this needs CuPy: {CUPY_REMEDY} ({error})") from None
+            raise click.ClickException(f"{bench} needs CuPy: {CUPY_REMEDY} ({error})") from None
         self.cupy = cupy
         properties = cupy.cuda.runtime.getDeviceProperties(0)
         self.name = str(properties["name"].decode())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from types import TracebackType
@@ -114,7 +115,10 @@ def set_threads(threads: int | None, *, affinity: Iterable[int] | None = None) -
         raise ArgumentError("affinity is empty; name at least one CPU, or give None to let the system choose")
     if bad := [cpu for cpu in cpus if not 0 <= cpu < 2**31]:
         raise ArgumentError(f"affinity names CPU {bad[0]}; there is none of that number")
-    handles.set_threads(number or 0, cpus)
+    try:
+        handles.set_threads(number or 0, cpus)
+    except ArgumentError as error:  # which has the names of the C interface
+        raise ArgumentError(re.sub("^cpus:", "affinity:", str(error))) from None
 
 
 def get_threads() -> int:
@@ -218,6 +222,10 @@ def use_cpu_kernel(name: str | None) -> KernelChoice:
     ...     choice.name
     'portable'
     """
+    kernels = cpu_kernels()
+    if name is not None and name not in kernels:
+        usable = ", ".join(repr(kernel) for kernel, can in kernels.items() if can)
+        raise ArgumentError(f"kernel set {name!r} is not in this build; this machine runs {usable}")
     former = handles.cpu_selected()
     handles.cpu_select(name)
     return KernelChoice(former)

@@ -37,7 +37,8 @@ class DtypeError(ArgumentError, TypeError):
 
 
 class IdError(MoePoolError, IndexError):
-    """An expert id lies outside [-1, experts); the message gives the id and its position."""
+    """An expert id lies outside [-1, experts), or there is no such layer; the message gives the id and its
+    position."""
 
 
 class OutOfMemoryError(MoePoolError, MemoryError):

@@ -18,6 +18,7 @@ from moepool.cpu import QuantType, quant_types
 from moepool.errors import (
     ArgumentError,
     FormatError,
+    IdError,
     OutOfMemoryError,
     StateError,
     UnsupportedError,
@@ -379,7 +380,16 @@ class ExpertStore:
         return len(self._open())
 
     def __getitem__(self, index: int) -> Layer:
-        return self._open()[index]
+        layers = self._open()
+        try:
+            return layers[index]
+        except IndexError:
+            blocks = [layer.block for layer in layers]
+            counted = blocks == list(range(len(layers)))
+            raise IdError(
+                f"the store has no layer {index}, only 0 to {len(layers) - 1}"
+                + ("" if counted else f", which are the blocks {', '.join(map(str, blocks))}")
+            ) from None
 
     def __iter__(self) -> Iterator[Layer]:
         return iter(self._open())

@@ -18,7 +18,7 @@ import moepool
 from bench import cpu, measure, peer, workload
 from bench.run import main
 from tests.programs import run as run_program
-from tests.support import usable_kernels
+from tests.support import cuda_missing, usable_kernels
 
 RUN = Path(__file__).parents[1] / "bench" / "run.py"
 SMALL = ["--shape", "256,256,8,2", "--layers", "2", "--seconds", "0"]
@@ -56,6 +56,14 @@ def test_it_starts_as_a_program_from_anywhere(tmp_path: Path) -> None:
 )
 def test_options_that_are_refused(arguments: list[str], message: str) -> None:
     assert message in " ".join(run(*arguments, code=2).output.split())
+
+
+@pytest.mark.skipif(cuda_missing() is None, reason="there is a GPU")
+@pytest.mark.parametrize("mode", ["decode", "resolve", "stream", "hybrid", "doorbell"])
+def test_a_bench_that_needs_a_gpu_says_so(mode: str) -> None:
+    told = run(mode, code=1).stderr
+    assert told.startswith(f"Error: the bench {mode} needs ")
+    assert "use device cpu" not in told
 
 
 def test_a_small_measurement_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

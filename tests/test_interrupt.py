@@ -254,7 +254,7 @@ def test_a_cpu_that_is_not_ours_is_refused() -> None:
     moepool.set_threads(2)
     nowhere = max(os.sched_getaffinity(0)) + 1
     for bad, words in (
-        ([0, nowhere], f"CPU {nowhere} is none of those"),
+        ([0, nowhere], f"^affinity: CPU {nowhere} is none of those"),
         ([-1], "CPU -1"),
         ([2**31], "CPU 2147483648"),
         ([8191], "CPU 8191 is none of those"),

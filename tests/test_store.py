@@ -86,6 +86,8 @@ def test_the_bundled_model_comes_back_byte_for_byte() -> None:
 def test_only_the_layers_asked_for_are_loaded() -> None:
     with moepool.ExpertStore.from_gguf(bundled_model(), layers=iter([3, 1, 3])) as store:
         assert [(layer.index, layer.block) for layer in store] == [(0, 1), (1, 3)]
+        with pytest.raises(moepool.IdError, match="no layer 3, only 0 to 1, which are the blocks 1, 3$"):
+            store[3]
     with pytest.raises(
         moepool.ArgumentError, match=r"layers names \[4\], but the blocks .* are \[0, 1, 2, 3\]"
     ):
@@ -533,8 +535,9 @@ def test_a_store_is_a_sequence_of_layers() -> None:
         assert len(store) == 4
         assert store[-1] is store[3]
         assert list(store) == [store[i] for i in range(4)]
-        with pytest.raises(IndexError):
-            store[4]
+        for index in (4, -5):
+            with pytest.raises(moepool.IdError, match=f"the store has no layer {index}, only 0 to 3$"):
+                store[index]
 
 
 def test_unpack_refuses_what_is_not_there() -> None:
