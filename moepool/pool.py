@@ -157,7 +157,8 @@ class Pool:
         that the pool measures while it runs, so that they finish together. With "auto" whom a step of the
         device admits depends on that division, and so on time; :meth:`trace` records it, and results never
         depend on it. With a slot for every expert and no `admit`, "auto" is "stream" in those steps: each
-        expert misses once.
+        expert misses once. On the CPU, and in all other steps, "auto" is "host": the CPU computes what
+        misses, and copies whom the policy admits into slots for later steps.
     hot : sequence of int, optional
         For "static" and "pinned": the experts that stay, hottest first, distinct, at most `slots`. For
         "static" None takes the first `slots` experts.
@@ -166,7 +167,7 @@ class Pool:
         resident and leave the pool as it is.
     admit : int, optional
         The most experts admitted a step; None sets no limit, with miss="auto" and fewer slots than experts a
-        limit of 1.
+        limit of 1, on every device.
     budget_bytes : int, optional
         On CUDA, the most memory that the slots take; what does not fit gets no slot. None lets all pools of a
         device together take half of the memory that they and nobody else use. With `max_slots` memory is

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -41,6 +43,26 @@ def test_torch_ffn() -> None:
     if torch.cuda.is_available() and cuda_missing() is None:
         assert "cuda:0: (4, 256) PoolStats(steps=1, " in printed
         assert float(printed.rpartition(": ")[2]) < 1e-3
+
+
+@pytest.mark.cuda
+def test_cuda_graph() -> None:
+    described, counted, same = run(sys.executable, EXAMPLES / "cuda_graph.py").splitlines()
+    assert described.startswith("device: ")
+    assert re.fullmatch(r"3000 steps, [1-9]\d*% hits, \d+ step-backs", counted), counted
+    assert same == "same bytes: yes"
+
+
+def test_cuda_graph_says_what_it_needs() -> None:
+    done = subprocess.run(
+        [sys.executable, EXAMPLES / "cuda_graph.py"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (1, "")
+    assert re.fullmatch("this program needs a GPU, and moepool can use none: .+\n", done.stderr)
 
 
 def test_policy() -> None:

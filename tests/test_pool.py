@@ -133,6 +133,19 @@ def test_unknown_phases_are_refused(layer: moepool.Layer) -> None:
         pool.resolve([[0]], phase="prefill")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize(("slots", "admitted"), [(4, 1), (EXPERTS, 3)])
+def test_auto_on_the_cpu_is_host_and_admits_one_a_step(
+    slots: int, admitted: int, layer: moepool.Layer
+) -> None:
+    """Or as many as miss, if all have a slot."""
+    with moepool.Pool(layer, slots, miss="auto") as pool:
+        assert pool.policy == moepool.Policy("lfu", guard=True, half_life=1024)
+        with pool.resolve([[0, 1, 2]]) as route:
+            assert (route.misses, route.admitted, route.cold.tolist()) == (3, admitted, [[0, 1, 2]])
+        assert pool.stats().host_bytes == 3 * layer.record_bytes
+        assert pool.stats().in_place_bytes == 0
+
+
 # --------------------------------------------------------------------------------------------------- warnings
 
 
