@@ -70,6 +70,14 @@ def test_the_commands_run(tmp_path: Path) -> None:
     assert used == commands <= named(README)
 
 
+def test_experts_that_stay_come_from_a_trace_or_a_profile(tmp_path: Path) -> None:
+    page = ROOT / "docs" / "policies.md"
+    (command,), (program,) = blocks(page, "console"), blocks(page, "python")
+    run(sys.executable, "-m", *shlex.split(command), cwd=tmp_path)
+    look = "print(by_trace == by_profile != sorted(by_trace), set(pool.residents()[1]) == set(by_trace))"
+    assert run(sys.executable, "-c", f"{program}\n{look}", cwd=tmp_path) == "True True\n"
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
