@@ -273,7 +273,7 @@ typedef struct moepool_pool_config {
     moepool_policy policy;
     moepool_miss miss;
     int32_t prompt_tokens; /* MOEPOOL_PHASE_AUTO takes more tokens than this for a prompt; 32 */
-    int32_t admit; /* the most experts admitted a step; -1: no limit, with miss = auto 1 unless all have a slot */
+    int32_t admit; /* the most experts admitted a step; -1: no limit, with miss = auto 1 while not all have a slot */
     int64_t budget_bytes; /* on CUDA, the most that this pool's slots take; what does not fit gets no slot. 0: all pools
                            * of a device take at most half of the memory that they and nobody else use. With max_slots
                            * memory is taken in chunks of up to 32 MiB, the last of which may go past it. */

@@ -32,11 +32,11 @@ CASES = (
     "killed",
     "late_answer",
     "many_channels",
-    "pace",
     "pauses_and_wrap",
     "refused_memory",
     "silence",
     "time_out",
+    "times",
 )
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="no g++")

@@ -205,6 +205,19 @@ def test_resize_has_limits(on: On, layer: moepool.Layer, pool: moepool.Pool) -> 
         assert pinned.resize(2) == 2 and residents(pinned) == [8, 9]
 
 
+def test_the_limit_of_auto_follows_the_slots_there_are(on: On, layer: moepool.Layer) -> None:
+    """One admission a step while not all experts have a slot."""
+    with on.pool(layer, 4, max_slots=EXPERTS, miss="auto") as pool:
+        assert step(pool, 0, 1, 2).admitted == 1
+        pool.resize(EXPERTS)
+        assert step(pool, 3, 4, 5).admitted == 3
+        pool.resize(8)
+        assert step(pool, 6, 7, 8).admitted == 1
+    with on.pool(layer, 4, max_slots=EXPERTS, miss="auto", admit=2) as pool:
+        pool.resize(EXPERTS)
+        assert step(pool, 0, 1, 2).admitted == 2
+
+
 def test_more_slots_than_experts_are_as_many_as_experts(pool: moepool.Pool, layer: moepool.Layer) -> None:
     with (
         pytest.warns(moepool.MoePoolWarning, match="20 slots for a layer of 12 experts"),

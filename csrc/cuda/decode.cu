@@ -94,7 +94,6 @@ Decoder::Decoder(int device, const Layer &layer, const std::vector<const uint8_t
     : device_(device),
       layer_(layer),
       slots_(slots),
-      slots_now_(slots),
       arena_(arena),
       policy_(policy),
       admit_(admit),
@@ -139,10 +138,10 @@ const char *Decoder::refuses(int64_t tokens, int64_t k) const {
     return nullptr;
 }
 
-std::string Decoder::describe(int64_t tokens, int64_t k) const {
+std::string Decoder::describe(int64_t tokens, int64_t k, int slots) const {
     const OnDevice on(device_);
     const StepConfig config = configure(layer_, tokens, k);
-    const char *misses = !asks_the_cpu()         ? ""
+    const char *misses = !asks_the_cpu(slots)    ? ""
                          : doorbell_->by_nodes() ? "; misses by the CPU, asked by a node of the graph"
                                                  : "; misses by the CPU, asked through a doorbell";
     const std::string down = ", down " + config.down.text() + misses;
@@ -155,8 +154,8 @@ std::string Decoder::describe(int64_t tokens, int64_t k) const {
 
 // Whether steps that are launched now know of the doorbell. Where every expert gets a slot as it is wanted, miss = auto
 // has nothing to divide for long, and kernels that need not look are quicker.
-bool Decoder::asks_the_cpu() const {
-    const bool all_come_in = slots_now_ >= layer_.experts() && admit_ < 0 && policy_.kind != MOEPOOL_POLICY_STATIC &&
+bool Decoder::asks_the_cpu(int slots) const {
+    const bool all_come_in = slots >= layer_.experts() && admit_ < 0 && policy_.kind != MOEPOOL_POLICY_STATIC &&
                              policy_.kind != MOEPOOL_POLICY_PINNED;
     return doorbell_ && !(doorbell_->divides() && all_come_in);
 }
@@ -213,7 +212,7 @@ void Decoder::run(const moepool_ids &ids, const moepool_rows &x, const void *wei
     step.handed = w.handed.get();
     step.handed_x = w.handed_x.get();
     step.rows = w.rows.get();
-    const bool asks = asks_the_cpu();
+    const bool asks = asks_the_cpu(slots_now_);
     if (asks) {
         step.bell = doorbell_->bell(w.bell_buffer, w.hosted.get());
         doorbell_->wake();

@@ -51,7 +51,7 @@ class Decoder : public DeviceSteps {
     // Why the device takes no step of this layer; NULL: it does.
     static const char *refuses(const Layer &layer, int slots);
     const char *refuses(int64_t tokens, int64_t k) const override;
-    std::string describe(int64_t tokens, int64_t k) const override;
+    std::string describe(int64_t tokens, int64_t k, int slots) const override;
     void run(const moepool_ids &ids, const moepool_rows &x, const void *weights, moepool_dtype weights_dtype,
              float *out, void *stream) override;
     void load(const Residency::Snapshot &residency, const std::vector<int> &leases) override;
@@ -72,12 +72,12 @@ class Decoder : public DeviceSteps {
         copy(static_cast<void *>(to), static_cast<const void *>(from), static_cast<int64_t>(count * sizeof(T)));
     }
     void wait();
-    bool asks_the_cpu() const;
+    bool asks_the_cpu(int slots) const;
 
     const int device_;
     const Layer &layer_;
     const int slots_;
-    int slots_now_;  // as far as the device knows
+    int slots_now_ = 0;  // as far as the device knows
     uint8_t *const arena_;
     const PolicyConfig policy_;
     const int admit_;

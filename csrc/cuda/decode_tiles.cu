@@ -161,7 +161,7 @@ __global__ void __launch_bounds__(32 * kDownWarps, kBlocks)
             rows.know_tile(hidden, tile, place);
             rows.run(hidden, mine.staged, total);
         }
-        if (warp == 0 && lane == 0) note_ready(step.bell);
+        if (tile.streamed && warp == 0 && lane == 0) note_ready(step.bell);
 #pragma unroll 1
         for (int t = 0; t < tile.count && !tile.host; ++t) {
             const int64_t to = __shfl_sync(~0u, place, t);

@@ -88,8 +88,8 @@ Bell Doorbell::bell(int buffer, int32_t *hosted) const {
     bell.divides = divides_;
     bell.by_nodes = by_nodes_;
     bell.period = doorbell::settings().period.load();
-    bell.timeout_ns = static_cast<uint64_t>(doorbell::settings().timeout_us.load()) * 1000;
-    bell.give_up_ns = static_cast<uint64_t>(std::chrono::nanoseconds(doorbell::kGiveUp).count());
+    bell.timeout_ns = doorbell::settings().timeout_us.load() * 1000;
+    bell.give_up_ns = std::chrono::nanoseconds(doorbell::kGiveUp).count();
     return bell;
 }
 

@@ -43,11 +43,11 @@ struct BellState {
     int32_t next_all_host;        // all_host of the next step
     uint32_t link_ns;             // of a record over the link
     division::Beside beside;
-    doorbell::Pace pace[doorbell::kLoads];
+    division::Fit fits[division::kLoads];
     division::Course course;
-    // The last step: records, how long the CPU was at work (0: it is not known yet), and when the books began, the hot
-    // part was done, all was done. Before `begun`: not yet.
-    int32_t streamed, hosted, wanted, load;
+    // The last step: records, of which those copied were computed by the CPU, how long it was at work (0: it is not
+    // known yet), and when the books began, the hot part was done, all was done. Before `begun`: not yet.
+    int32_t streamed, copied, hosted, wanted, load;
     uint32_t took_ns;
     unsigned long long begun, ready, ended;
 };
@@ -67,7 +67,7 @@ struct Bell {
     bool divides;     // miss = auto; else the CPU computes every miss
     int32_t period;   // of division::advance
     bool by_nodes;    // a node of the graph asks the CPU, in front of down
-    uint64_t timeout_ns, give_up_ns;
+    int64_t timeout_ns, give_up_ns;
 };
 
 // The host's side.

@@ -60,34 +60,34 @@ __device__ __forceinline__ bool hosts_all(const Step &step, const Outlook &outlo
     return step.bell.divides && (step.single ? outlook.seen.all_host : outlook.seen.next_all_host);
 }
 __device__ __forceinline__ division::Rates rates_of(const BellState &state, int load) {
-    return {state.link_ns, state.pace[load], state.beside};
-}
-
-__device__ __forceinline__ int load_of(int wanted, int places) {
-    return doorbell::load_class((places + wanted - 1) / max(wanted, 1));
+    return {state.link_ns, state.fits[load].pace, state.beside};
 }
 
 // The step begins to be measured, as of `now`. By one thread. Times before that are of an earlier step.
 __device__ __forceinline__ void begin_times(const Step &step, int wanted, int places, unsigned long long now) {
     if (!step.bell.divides) return;
     BellState &state = *step.bell.state;
-    state.load = load_of(wanted, places);
+    state.load = division::load_of(places, wanted);
     state.took_ns = 0;
     state.begun = now;
 }
 
-// The lesson of the step before, for the next one. By one thread, when nobody waits for the books. Not inlined: its
-// divisions would take registers from all the rest.
-__device__ __noinline__ void learn(const Step &step, const Outlook &outlook) {
+// The lesson of the step before, which was a trial or not, for the next one. By one thread, when nobody waits for the
+// books. Not inlined: its divisions would take registers from all the rest.
+__device__ __noinline__ void learn(const Step &step, const Outlook &outlook, bool trial) {
     if (!step.bell.divides) return;
     const BellState &seen = outlook.seen;
     BellState &state = *step.bell.state;
     if (!step.single) state.all_host = seen.next_all_host;
     if (seen.wanted <= 0 || seen.ended <= seen.begun) return;
     const division::Rates rates = rates_of(seen, seen.load);
-    if (seen.streamed > 0 && seen.hosted > 0 && seen.ready > seen.begun && seen.took_ns > 0) {
-        state.beside = division::next_beside(rates, seen.streamed, static_cast<int64_t>(seen.ready - seen.begun),
-                                             seen.hosted, int64_t{seen.took_ns});
+    if (seen.hosted > 0 && seen.took_ns > 0) {
+        if (seen.streamed > 0 && seen.ready > seen.begun)
+            state.beside = division::next_beside(rates, seen.streamed, static_cast<int64_t>(seen.ready - seen.begun),
+                                                 seen.hosted, int64_t{seen.took_ns}, trial);
+        division::Fit fit = seen.fits[seen.load];
+        division::learn(fit, seen.hosted, seen.took_ns, seen.streamed + seen.copied > 0, trial);
+        state.fits[seen.load] = fit;
     }
     const int64_t took = static_cast<int64_t>(seen.ended - seen.begun);
     const int64_t alone = rates.cpu.record_ns ? division::finished(rates, seen.wanted, seen.wanted) : 0;
@@ -99,8 +99,9 @@ __device__ __noinline__ void learn(const Step &step, const Outlook &outlook) {
 }
 
 // For the lesson, what the step was.
-__device__ __forceinline__ void note_step(const Bell &bell, int streamed, int hosted, int wanted) {
+__device__ __forceinline__ void note_step(const Bell &bell, int streamed, int copied, int hosted, int wanted) {
     bell.state->streamed = streamed;
+    bell.state->copied = copied;
     bell.state->hosted = hosted;
     bell.state->wanted = wanted;
 }
@@ -111,11 +112,11 @@ __device__ __forceinline__ int records_for_host(const Step &step, const Outlook 
     const Bell &bell = step.bell;
     if (missing == 0) return 0;
     if (!bell.divides || hosts_all(step, outlook)) return missing;
-    return division::share(rates_of(outlook.seen, load_of(wanted, places)), missing, tick);
+    return division::share(rates_of(outlook.seen, division::load_of(places, wanted)), missing, tick);
 }
 
-// For the lesson of the next step. By one thread of each block, when it has done its hot part, and at its end: there
-// one block's will do, for nobody is to wait for the others' words.
+// For the lesson of the next step. By one thread of each block that has done what crossed the link, and at the end:
+// there one block's will do, for nobody is to wait for the others' words.
 __device__ __forceinline__ void note_ready(const Bell &bell) {
     if (bell.state && bell.divides) atomicMax(&bell.state->ready, device_ns());
 }
@@ -161,10 +162,10 @@ __device__ __forceinline__ void store_piece(const QuantisedFour &made, int lane,
 }
 
 // Asks the CPU for the rows of the places (expert ids[p]) whose experts `host` marks. By all threads of the block that
-// keeps the books. Places are listed in rising order. columns: of gate. divided: others are read over the link. Not
-// inlined: it would take registers from steps that ask nobody.
+// keeps the books. Places are listed in rising order. columns: of gate. Not inlined: it would take registers from steps
+// that ask nobody.
 __device__ __noinline__ void post(const Step &step, const Outlook &outlook, int64_t columns, bool quantised,
-                                  bool floats, const int *ids, const uint8_t *host, bool divided) {
+                                  bool floats, const int *ids, const uint8_t *host) {
     const Bell &bell = step.bell;
     __shared__ int listed;
     __shared__ uint32_t tokens_asked[kMostDecodePlaces / 32];  // bits, by activation row
@@ -238,9 +239,7 @@ __device__ __noinline__ void post(const Step &step, const Outlook &outlook, int6
         state.epoch = epoch;
         state.places = listed;
         if (ring) {
-            static_assert(offsetof(doorbell::Request, divided) == 2, "the upper half of the first word");
-            *reinterpret_cast<int4 *>(bell.request) = {bell.buffer | divided << 16, step.tokens, step.k,
-                                                       step.x_per_row};
+            *reinterpret_cast<int4 *>(bell.request) = {bell.buffer, step.tokens, step.k, step.x_per_row};
             store_to_host(&bell.request->epoch, epoch);
         }
     }
@@ -260,24 +259,19 @@ __device__ __forceinline__ bool has_answer(const Bell &bell) { return bell.state
 __device__ __forceinline__ void poll_answer(const Bell &bell) {
     BellState &state = *bell.state;
     const uint32_t epoch = __ldcg(&state.epoch);
-    const int load = __ldcg(&state.load);
     bool lost = __ldcg(&state.poisoned);
     uint64_t told = 0;
-    uint2 pace = {};
     if (!lost) {
-        // That of the answer before, whose look over the link nobody waits for.
-        if (bell.divides) pace = __ldcv(reinterpret_cast<const uint2 *>(bell.answer->pace + load));
         const unsigned long long begun = device_ns();
         while (doorbell::epoch_of(told = load_from_host(&bell.answer->told)) != epoch) {
-            const uint64_t waited = device_ns() - begun;
+            const auto waited = static_cast<int64_t>(device_ns() - begun);  // a clock may be set back
             if (waited < min(bell.timeout_ns, bell.give_up_ns)) continue;
             const bool itself = waited >= bell.timeout_ns;
             if (!itself && !load_from_host(bell.silence)) continue;
             lost = true;
             state.poisoned = 1;
             if (itself) store_to_host(bell.silence, 1);
-            bell.trouble->epoch = epoch;
-            bell.trouble->waited_us = static_cast<uint32_t>(min(waited / 1000, uint64_t{~0u}));
+            bell.trouble->waited_us = static_cast<uint32_t>(min(waited / 1000, int64_t{UINT32_MAX}));
             store_to_host(&bell.trouble->timed_out, itself ? doorbell::kItself : doorbell::kLikeOthers);
             break;
         }
@@ -289,10 +283,8 @@ __device__ __forceinline__ void poll_answer(const Bell &bell) {
         publish(&state.arrived, epoch);
     else
         store_relaxed(&state.arrived, epoch);
-    if (!bell.divides || lost) return;
-    // A look over a link that is full of records takes as long as these do, so the CPU says when it was done.
-    state.pace[load] = {pace.x, pace.y};
-    state.took_ns = doorbell::took_of(told);
+    // A look over a link that is full of records takes as long as these do, so the CPU says how long it took.
+    if (bell.divides && !lost) state.took_ns = doorbell::took_of(told);
 }
 
 // Waits until the answer to the step's request is there, or lost. By one thread of a block; a barrier of the block has

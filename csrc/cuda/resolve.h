@@ -28,7 +28,7 @@ struct DeviceState {
 struct ResolveArguments {
     int slots;  // the most that state->slots can be
     PolicyConfig policy;
-    int admit;  // the most admissions; -1: no limit
+    int admit;  // of policy::most_admissions
     DeviceState *state;
     int32_t *expert_in;
     Use *uses;                   // by expert

@@ -99,7 +99,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     const bool ranks = admits && policy::ranks_misses(p);
     const bool divides = kBell && step.bell.divides;
     const int wanted_places = kSingle ? hits + misses : placed.low();
-    int met = admits ? a.admit < 0 ? misses : min(misses, a.admit) : 0;  // misses that may meet a victim
+    int met = admits ? policy::most_admissions(a.admit, misses, slots, experts) : 0;  // misses that may meet a victim
     int hosted_misses = 0, hosted = 0;
     const int *const ranked = ranks ? books.ranked : books.missing;
     const bool by_last = p.kind == MOEPOOL_POLICY_LRU;  // without the jump that policy::worth is
@@ -111,9 +111,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     };
 
     bool shares = false;
-    const auto ask_the_cpu = [&] {
-        post(tally.step, outlook, a.columns, a.quantised, a.floats, id, books.host, shares);
-    };
+    const auto ask_the_cpu = [&] { post(tally.step, outlook, a.columns, a.quantised, a.floats, id, books.host); };
     if constexpr (kBell) {
         // Which takes a while: nobody waits for it.
         const unsigned long long now = divides && thread == 0 ? device_ns() : 0;
@@ -187,22 +185,29 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
             met = min(met, division::most_admitted(misses - hosted_misses, empty, tick_before));
         }
     }
-    const bool beside = divides && policy::counts(p) && hosted_misses == misses;  // what comes in is only copied
+    const bool only_copied = hosted_misses == misses;  // what comes in
+    const bool asks_for_more = divides && (p.guard || (policy::counts(p) && only_copied));
     // The slot that a missing expert gets, or -1.
     const auto slot_for = [&](int e) {
         const int s = books.meets[e] < met ? books.victims[books.meets[e]] : -1;
         if (s < 0 || inside[s] < 0) return s;
         const Use &missing = books.uses[e], &victim = books.uses[inside[s]];
         if (!policy::may_replace(p, missing, victim, epoch, epoch != 0)) return -1;
-        if (beside && !division::worth_a_copy(policy::count_at(p, missing, epoch), policy::count_at(p, victim, epoch)))
+        if (asks_for_more &&
+            !division::outweighs(policy::count_at(p, missing, epoch), policy::count_at(p, victim, epoch)))
             return -1;
         return s;
     };
     const auto slot_address = [&](int s) { return residents.arena + s * residents.record_bytes; };
     const auto tile_of = [&](int e, int n) {
-        const int fill = slot[e] < 0 && met > 0 ? slot_for(e) : -1;
-        return DecodeTile{slot[e] >= 0 ? slot_address(slot[e]) : books.record[e],
-                          fill >= 0 ? slot_address(fill) : nullptr, n, kBell && hosted > 0 ? books.host[e] : 0, 0};
+        const bool here = slot[e] >= 0;
+        const int fill = !here && met > 0 ? slot_for(e) : -1, host = kBell && hosted > 0 ? books.host[e] : 0;
+        return DecodeTile{here ? slot_address(slot[e]) : books.record[e],
+                          fill >= 0 ? slot_address(fill) : nullptr,
+                          n,
+                          host,
+                          !here && !host,
+                          0};
     };
     if constexpr (kSingle) {
         each(places, [&](int j) { tables.tiles[j] = id[j] >= 0 ? tile_of(id[j], 1) : DecodeTile{}; });
@@ -271,8 +276,11 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
         a.state->tick = tick;
         if (advances && p.kind == MOEPOOL_POLICY_REELECT) a.state->election = epoch;
         if constexpr (kBell) {
-            learn(tally.step, outlook);
-            if (divides) note_step(step.bell, misses - hosted_misses, hosted, hits + misses);
+            learn(tally.step, outlook, division::trial_of(tick_before) > 0);
+            if (divides) {
+                const int streamed = misses - hosted_misses;
+                note_step(step.bell, streamed, max(0, admitted - streamed), hosted, hits + misses);
+            }
         }
         DeviceSteps::Counts &counts = a.state->counts;
         // Atomic, so that nobody waits for the sums.

@@ -23,7 +23,8 @@ struct alignas(16) DecodeTile {
     uint8_t *fill;          // the slot it goes to as well, or NULL
     int32_t count;          // of places
     int32_t host;           // the CPU computes it: it is read only to fill the slot
-    int64_t zero;           // 0: a tile is read whole
+    int32_t streamed;       // it is computed, and comes over the link
+    int32_t zero;           // 0: a tile is read whole
 };
 
 // So many places of an expert, cut.

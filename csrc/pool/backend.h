@@ -35,7 +35,7 @@ class DeviceSteps {
     // Why a step of this shape can not be taken here; NULL: it can.
     virtual const char *refuses(int64_t tokens, int64_t k) const = 0;
     // The launch geometry of a step that is not refused.
-    virtual std::string describe(int64_t tokens, int64_t k) const = 0;
+    virtual std::string describe(int64_t tokens, int64_t k, int slots) const = 0;
     virtual void run(const moepool_ids &ids, const moepool_rows &x, const void *weights, moepool_dtype weights_dtype,
                      float *out, void *stream) = 0;
     // Moves the residency to the device, and back with what was counted there so far. Both wait for the device. leases:

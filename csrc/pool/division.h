@@ -1,22 +1,26 @@
 // How the misses of a step are divided between the device and the CPU, and whether slots pay at all: the arithmetic of
-// miss = auto. Integers only; the device calls it while it keeps the books of a step. Whatever it decides, results have
-// the same bits.
+// miss = auto. The device calls it while it keeps the books of a step. Whatever it decides, results have the same bits.
 #pragma once
 
 #include <cstdint>
 
-#include "pool/doorbell.h"
+#include "both.h"
 
 namespace moepool {
 namespace division {
 
 constexpr int64_t kRoundTripNs = 8000;  // of a request and its answer, besides what the CPU is at work
 constexpr int64_t kPassNs = 15000;      // of records that are read over the link, besides what the link is at work
-constexpr int kRelearn = 256;           // steps from one that tries anew what was learnt to the next
-constexpr int kDear = 8, kRarely = 16;  // the CPU alone, if it takes so many times as long, only every so many times
+constexpr int kRelearn = 256;           // steps from a trial of what was learnt to the next, of a new pool fewer
+constexpr int kTrialSteps = 2;          // of a trial: not every step misses as many experts as it takes
+constexpr int kDear = 4, kRarely = 32;  // the CPU alone, if it takes so many times as long, only every so many times
 constexpr int kMostSlowed = 1 << 20;    // of Beside::cpu_1024ths: products stay in 64 bits
 constexpr int kTrial = 8;               // every so many steps a record may come in though the CPU computes all
 
+// What some records take the CPU: base_ns + n * record_ns. record_ns 0: not known yet.
+struct Pace {
+    uint32_t base_ns, record_ns;
+};
 // What both sides take longer beside one another, as they read the same memory. It is learnt from divided steps.
 struct Beside {
     uint32_t link_ns;      // a record over the link
@@ -25,14 +29,14 @@ struct Beside {
 // What a record takes, over the link and by the CPU.
 struct Rates {
     int64_t link_ns;
-    doorbell::Pace cpu;  // record_ns 0: not known yet
+    Pace cpu;
     Beside beside;
 };
-MOEPOOL_HD inline Beside begin_beside(int64_t link_ns) { return {static_cast<uint32_t>(link_ns), 1024}; }
+MOEPOOL_BOTH inline Beside begin_beside(int64_t link_ns) { return {static_cast<uint32_t>(link_ns), 1024}; }
 
-MOEPOOL_HD inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
-MOEPOOL_HD inline int64_t beside_link(const Rates &r, int64_t cpu_ns) { return cpu_ns * r.beside.cpu_1024ths / 1024; }
-MOEPOOL_HD inline int64_t finished(const Rates &r, int missing, int hosted) {
+MOEPOOL_BOTH inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
+MOEPOOL_BOTH inline int64_t beside_link(const Rates &r, int64_t cpu_ns) { return cpu_ns * r.beside.cpu_1024ths / 1024; }
+MOEPOOL_BOTH inline int64_t finished(const Rates &r, int missing, int hosted) {
     if (hosted == 0) return missing ? kPassNs + missing * r.link_ns : 0;
     const int64_t cpu = r.cpu.base_ns + hosted * int64_t{r.cpu.record_ns};
     if (hosted == missing) return kRoundTripNs + cpu;
@@ -42,7 +46,7 @@ MOEPOOL_HD inline int64_t finished(const Rates &r, int missing, int hosted) {
 // How many of so many missing records the CPU computes, at these rates. Both sides begin together and the step waits
 // for the later one, so one of the two numbers beside the point where they meet is best. All, if that takes little
 // longer.
-MOEPOOL_HD inline int best_share(const Rates &r, int missing) {
+MOEPOOL_BOTH inline int best_share(const Rates &r, int missing) {
     const int64_t link = r.beside.link_ns, before = kRoundTripNs + beside_link(r, r.cpu.base_ns);
     const int64_t meet =
         missing == 1 ? 0 : (missing * link + kPassNs - before) / (link + beside_link(r, r.cpu.record_ns));
@@ -55,35 +59,96 @@ MOEPOOL_HD inline int best_share(const Rates &r, int missing) {
     return finished(r, missing, missing) <= finished(r, missing, best) * 17 / 16 ? missing : best;
 }
 
+// Which of the trials of what was learnt the step of a tick is part of, counted from 1; 0: none. A new pool knows
+// little, so it tries from ticks 16, 32, 64, 128, and then from every kRelearn-th.
+MOEPOOL_BOTH inline int64_t trial_of(int64_t tick) {
+    const int64_t first = tick - tick % kTrialSteps;
+    if (first % kRelearn == 0) return 4 + first / kRelearn;
+    return first == 16 ? 1 : first == 32 ? 2 : first == 64 ? 3 : first == 128 ? 4 : 0;
+}
+
 // The share in the step of a tick. All, until the CPU's pace is known, which is learnt where it is alone. Now and then
-// what was learnt is tried anew, for it may be of a moment in which somebody else was at work: by turns a division as
-// if the sides did not slow one another down, and the CPU alone, which is left out mostly where that takes far longer.
-MOEPOOL_HD inline int share(Rates r, int missing, int64_t tick) {
+// what was learnt is tried anew, for it may be of a moment in which somebody else was at work: by turns the CPU alone,
+// which is left out mostly where that takes far longer, and a division as if the sides did not slow one another down.
+MOEPOOL_BOTH inline int share(Rates r, int missing, int64_t tick) {
     if (missing <= 0 || r.cpu.record_ns == 0) return missing;
     const int best = best_share(r, missing);
-    if (tick % kRelearn) return best;
-    const int64_t turn = tick / kRelearn;
-    if (turn % 2) {
+    const int64_t trial = trial_of(tick);
+    if (trial == 0) return best;
+    if (trial % 2 == 0) {
         r.beside = begin_beside(r.link_ns);
         return best_share(r, missing);
     }
     const bool dear = finished(r, missing, missing) > kDear * finished(r, missing, best);
-    return dear && turn % kRarely ? best : missing;
+    return dear && trial % kRarely != 1 ? best : missing;
 }
 
 // A mean of which the newest sample is one part.
-MOEPOOL_HD inline uint32_t mean(uint32_t old, int64_t sample, int part) {
+MOEPOOL_BOTH inline uint32_t mean(uint32_t old, int64_t sample, int part) {
     if (sample > int64_t{UINT32_MAX}) sample = UINT32_MAX;  // so no mean is larger either
     if (old == 0) return static_cast<uint32_t>(sample);
     if (sample > 4 * int64_t{old}) sample = 4 * int64_t{old};  // somebody else had the device for a moment
     return static_cast<uint32_t>(old + (sample - int64_t{old}) / part);
 }
 
-// The lesson of a divided step: that the device was ready at one time, and the CPU so long at work. What is far quicker
-// is believed soon.
-MOEPOOL_HD inline Beside next_beside(const Rates &r, int streamed, int64_t ready, int hosted, int64_t cpu_ns) {
-    const auto learnt = [](uint32_t old, int64_t sample) {
-        return mean(old, sample, sample < int64_t{old} * 3 / 4 ? 2 : 16);
+// Steps whose work on the CPU is alike: by how many places share a record that they want, 1, 2, 3-4, 5-8, more.
+constexpr int kLoads = 5;
+MOEPOOL_BOTH inline int load_of(int places, int wanted) {
+    const int each = wanted > 0 ? (places + wanted - 1) / wanted : 1;
+    return each <= 1 ? 0 : each <= 2 ? 1 : each <= 4 ? 2 : each <= 8 ? 3 : 4;
+}
+
+// The CPU's pace: a line through what its answers took, the newest counting most.
+struct Fit {
+    Pace pace;
+    int32_t answers;                  // up to kSettled
+    float n, took, spread, together;  // means, the variance of n, the covariance of both
+};
+constexpr int kFirst = 3;    // answers that are no measure: threads start, memory is touched
+constexpr int kNewest = 16;  // of which the newest is one part; one of a trial, maybe the only one in a long while,
+constexpr int kNewestOfTrial = 4;
+constexpr int kSettled = 64;                                         // enough to be counted as many
+constexpr float kUsualBase = 6000, kMostBase = 16000, kMost = 4e9f;  // of a pace
+constexpr float kPrior = 0.05f;  // of kUsualBase, in the unit of `spread`: counts most where n was always the same
+
+// Such as is far quicker than it was thought to be, which is believed soon.
+MOEPOOL_BOTH inline bool far_quicker(float sample, float thought) { return sample < thought * 0.75f; }
+
+// An answer's lesson. link_busy: records crossed the link meanwhile, so it took longer than the CPU alone, and counts
+// only if it did not.
+MOEPOOL_BOTH inline void learn(Fit &fit, int records, uint32_t took_ns, bool link_busy, bool trial) {
+    const bool known = fit.pace.record_ns > 0;
+    const float n = static_cast<float>(records), sample = static_cast<float>(took_ns);
+    const float thought =
+        known ? static_cast<float>(fit.pace.base_ns) + n * static_cast<float>(fit.pace.record_ns) : sample;
+    if (known && link_busy && !far_quicker(sample, thought)) return;
+    if (fit.answers < kSettled) ++fit.answers;
+    if (fit.answers <= kFirst) return;
+    // A moment in which somebody else had the processor is no measure.
+    const float t = sample < 4 * thought ? sample : 4 * thought;
+    const int newest = far_quicker(t, thought) ? 2 : trial ? kNewestOfTrial : kNewest, counted = fit.answers - kFirst;
+    const float part = 1.0f / static_cast<float>(counted < newest ? counted : newest);
+    const float off_n = n - fit.n, off_t = t - fit.took;
+    fit.n += off_n * part;
+    fit.took += off_t * part;
+    fit.spread = (1 - part) * (fit.spread + part * off_n * off_n);
+    fit.together = (1 - part) * (fit.together + part * off_n * off_t);
+    // Through the mean, for a line that is drawn far from it need not mean anything: few answers of steps that missed
+    // thirty experts could else say that none takes a third of a millisecond.
+    const float half = fit.took / 2, base_then = half < kUsualBase ? half : kUsualBase;
+    const float slope = (fit.together + kPrior * (fit.took - base_then) / fit.n) / (fit.spread + kPrior);
+    const float most = half < kMostBase ? half : kMostBase, drawn = fit.took - slope * fit.n;
+    const float base = drawn < 0 ? 0 : drawn > most ? most : drawn, record = (fit.took - base) / fit.n;
+    fit.pace = {static_cast<uint32_t>(base), record < 1       ? 1
+                                             : record < kMost ? static_cast<uint32_t>(record)
+                                                              : static_cast<uint32_t>(kMost)};
+}
+
+// The lesson of a divided step: that the device was ready at one time, and the CPU so long at work.
+MOEPOOL_BOTH inline Beside next_beside(const Rates &r, int streamed, int64_t ready, int hosted, int64_t cpu_ns,
+                                       bool trial) {
+    const auto learnt = [&](uint32_t old, int64_t sample) {
+        return mean(old, sample, sample < int64_t{old} * 3 / 4 ? 2 : trial ? kNewestOfTrial : kNewest);
     };
     Beside next = r.beside;
     next.link_ns = learnt(next.link_ns, larger((ready - kPassNs) / streamed, r.link_ns));
@@ -93,12 +158,13 @@ MOEPOOL_HD inline Beside next_beside(const Rates &r, int streamed, int64_t ready
     return next;
 }
 
-// Whether one that was wanted so often is worth a copy over one wanted so often.
-MOEPOOL_HD inline bool worth_a_copy(int64_t count, int64_t victim) { return count > victim + victim / 4 + 1; }
+// Whether one that was wanted so often may take the place of one that was wanted so often. Nearly as often is not
+// enough: such would take turns, each come in when it was just wanted, and the slots would hold what is past.
+MOEPOOL_BOTH inline bool outweighs(int64_t count, int64_t victim) { return count > victim + victim / 4 + 1; }
 
 // How many records a step may bring in besides what the policy and `admit` say. One that crosses the link anyway costs
 // nothing more; one that the CPU computes is copied beside, which is worth it now and then, or into an empty slot.
-MOEPOOL_HD inline int most_admitted(int streamed, bool empty, int64_t tick) {
+MOEPOOL_BOTH inline int most_admitted(int streamed, bool empty, int64_t tick) {
     return streamed > 0 ? streamed : empty || tick % kTrial == 0;
 }
 
@@ -119,12 +185,12 @@ struct Course {
     int32_t phase, left, losses;
     uint32_t slots_ns, cpu_ns, step_backs;
 };
-MOEPOOL_HD inline Course begin_course(int period) { return {kSlots, period, 0, 0, 0, 0}; }
+MOEPOOL_BOTH inline Course begin_course(int period) { return {kSlots, period, 0, 0, 0, 0}; }
 
 // After a step that took so long; predicted: what the CPU alone would have taken, 0 if not known. True: the CPU
 // computes everything in the next step. Comparing costs something, so it is left where the CPU has no prospect, unless
 // period is negative (for tests).
-MOEPOOL_HD inline bool advance(Course &c, int64_t took, int64_t predicted, int period) {
+MOEPOOL_BOTH inline bool advance(Course &c, int64_t took, int64_t predicted, int period) {
     const bool always = period < 0;
     if (always) period = -period;
     --c.left;

@@ -6,7 +6,6 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <bitset>
 #include <condition_variable>
 #include <cstdio>
 #include <cstdlib>
@@ -34,10 +33,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kLines = 64;          // of a kind on a board: a page
-constexpr size_t kAlignment = 256;  // of the parts of a buffer
-constexpr double kNewest = 1.0 / 16;
-constexpr int kFirst = 3;                                 // answers that are no measure
+constexpr int kLines = 64;                                // of a kind on a board: a page
+constexpr size_t kAlignment = 256;                        // of the parts of a buffer
 constexpr auto kClosing = std::chrono::milliseconds(20);  // a worker that has answered needs no more to be done
 
 // Lines of all kinds for so many channels. Kept for the life of the process: a line may be looked at once more when its
@@ -310,24 +307,6 @@ bool Channel::serve() {
     return true;
 }
 
-void Fit::add(double n, double took) {
-    // The first answers take long: threads start, memory is touched.
-    if (++count <= kFirst) return;
-    // Later a moment in which somebody else had the processor is no measure, but a quick answer is one.
-    const double expected = pace.record_ns ? pace.base_ns + n * pace.record_ns : took, t = std::min(took, 4 * expected);
-    const double part = std::max(t < expected * 3 / 4 ? 0.5 : kNewest, 1.0 / (count - kFirst));
-    mean_n += (n - mean_n) * part;
-    mean_t += (t - mean_t) * part;
-    mean_nn += (n * n - mean_nn) * part;
-    mean_nt += (n * t - mean_nt) * part;
-    const double spread = mean_nn - mean_n * mean_n, whole = mean_t / mean_n;
-    double slope = spread > 0.05 ? (mean_nt - mean_n * mean_t) / spread : whole;
-    slope = std::min(std::max(slope, whole / 2), whole);  // both parts of it are positive
-    constexpr double kMost = 4e9;
-    pace = {static_cast<uint32_t>(std::min(std::max(mean_t - slope * mean_n, 0.0), kMost)),
-            static_cast<uint32_t>(std::min(std::max(slope, 1.0), kMost))};
-}
-
 // Does not allocate. Who reads may have seen an earlier one, which stays.
 void Channel::note_failure(const char *why) {
     if (failed_.load()) return;
@@ -343,7 +322,6 @@ void Channel::answer_now(uint32_t epoch) {
     const Request &request = *request_;
     const Buffer &buffer = buffers_[static_cast<size_t>(request.buffer)];
     const int64_t places = int64_t{request.tokens} * request.k;
-    const bool divided = request.divided != 0;
     std::copy_n(buffer.experts, places, buffer.taken);
     const Work work{request.tokens, request.k, request.per_row, buffer.taken, buffer.input, buffer.rows};
     const Clock::time_point begun = Clock::now();
@@ -363,25 +341,6 @@ void Channel::answer_now(uint32_t epoch) {
     const double took = std::chrono::duration<double, std::nano>(Clock::now() - begun).count();
     break_silence(silence_);  // the answer may be late: then this request has begun it
     __atomic_store_n(&answer_->told, told_of(epoch, static_cast<uint32_t>(std::min(took, 4e9))), __ATOMIC_RELEASE);
-    if (!divided) learn(work, took);
-}
-
-// How many records, each multiplied with how many rows, took so long: for the answers behind this one, since the device
-// waits no more. Of more experts than kCounted some are taken for one another, which a measure bears.
-void Channel::learn(const Work &work, double took) {
-    constexpr size_t kCounted = 4096;
-    std::bitset<kCounted> seen;
-    int64_t rows = 0;
-    for (int64_t p = 0; p < work.tokens * work.k; ++p) {
-        if (work.experts[p] < 0) continue;
-        ++rows;
-        seen.set(static_cast<size_t>(work.experts[p]) % kCounted);
-    }
-    const auto records = static_cast<int64_t>(seen.count());
-    if (records == 0) return;
-    const auto load = static_cast<size_t>(load_class((rows + records - 1) / records));
-    fits_[load].add(static_cast<double>(records), took);
-    __atomic_store(&answer_->pace[load], &fits_[load].pace, __ATOMIC_RELAXED);
 }
 
 void Channel::wake() {

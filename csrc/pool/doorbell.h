@@ -5,7 +5,7 @@
 //
 //   Request   the device writes a buffer, then the rest of the line, then, released, `epoch`
 //   Answer    the CPU writes the rows, then, released, the epoch and how long it took, in one word that one look over a
-//             link tells; then a pace, for the next request
+//             link tells
 //   Trouble   the device writes it once, when an answer did not come in time
 //
 // and shares one word with the others:
@@ -41,11 +41,7 @@
 #include <memory>
 #include <string>
 
-#if defined(__CUDACC__)
-#define MOEPOOL_HD __host__ __device__
-#else
-#define MOEPOOL_HD
-#endif
+#include "both.h"
 
 namespace moepool {
 namespace doorbell {
@@ -54,53 +50,26 @@ constexpr std::chrono::microseconds kSpin{2000}, kNap{100};
 constexpr std::chrono::milliseconds kGiveUp{10};
 constexpr int kMostBuffers = 16;
 
-// Records whose work is alike: by how many activation rows a record is multiplied with, 1, 2, 3-4, 5-8, more.
-constexpr int kLoads = 5;
-
 struct alignas(64) Request {
-    int16_t buffer;
-    int16_t divided;  // the device reads records over the link meanwhile: how long the CPU takes is then no pace
-    int32_t tokens, k;
+    int32_t buffer, tokens, k;
     int32_t per_row;  // places that share an activation row: k or 1
     uint32_t epoch;
 };
 
-// What some records take on this machine, under its load of these moments, while the link has nothing to do:
-// base_ns + n * record_ns. 0: not known yet.
-struct alignas(8) Pace {  // a device reads it at once
-    uint32_t base_ns, record_ns;
-};
-
 struct alignas(64) Answer {
     uint64_t told;  // the epoch, and above it the nanoseconds at work
-    Pace pace[kLoads];
 };
-MOEPOOL_HD constexpr uint64_t told_of(uint32_t epoch, uint32_t took_ns) { return uint64_t{took_ns} << 32 | epoch; }
-MOEPOOL_HD constexpr uint32_t epoch_of(uint64_t told) { return static_cast<uint32_t>(told); }
-MOEPOOL_HD constexpr uint32_t took_of(uint64_t told) { return static_cast<uint32_t>(told >> 32); }
+MOEPOOL_BOTH constexpr uint64_t told_of(uint32_t epoch, uint32_t took_ns) { return uint64_t{took_ns} << 32 | epoch; }
+MOEPOOL_BOTH constexpr uint32_t epoch_of(uint64_t told) { return static_cast<uint32_t>(told); }
+MOEPOOL_BOTH constexpr uint32_t took_of(uint64_t told) { return static_cast<uint32_t>(told >> 32); }
 
 struct alignas(64) Trouble {
-    uint32_t epoch;      // of the request
-    uint32_t waited_us;  // for its answer
+    uint32_t waited_us;  // for an answer
     uint32_t timed_out;  // kItself or kLikeOthers; set last
 };
 constexpr uint32_t kItself = 1, kLikeOthers = 2;  // waited for the whole time-out, or gave up in a silence
 
 static_assert(sizeof(Request) == 64 && sizeof(Answer) == 64 && sizeof(Trouble) == 64, "a line each");
-static_assert(offsetof(Answer, pace) % sizeof(Pace) == 0, "a pace is read at once");
-
-// A line through what answers took, the newest counting most.
-struct Fit {
-    Pace pace{};
-    int count = 0;
-    double mean_n = 0, mean_t = 0, mean_nn = 0, mean_nt = 0;
-    void add(double records, double took_ns);
-};
-
-// How many of a record's rows fall into which class of Answer::pace.
-MOEPOOL_HD constexpr int load_class(int64_t rows_a_record) {
-    return rows_a_record <= 1 ? 0 : rows_a_record <= 2 ? 1 : rows_a_record <= 4 ? 2 : rows_a_record <= 8 ? 3 : 4;
-}
 
 // Memory that both sides see at the same address. `allocate` throws if it is refused.
 struct Memory {
@@ -142,7 +111,6 @@ class Channel {
     Answer *answer() const { return answer_; }
     Trouble *trouble() const { return trouble_; }
     uint32_t *silence() const { return silence_; }
-    bool polled() const { return polled_; }
 
     // Answers a request that waits, on this thread. False: there was none.
     bool serve();
@@ -159,7 +127,6 @@ class Channel {
     Channel(const Memory &memory, int64_t columns, bool polled, Compute compute);
     bool pending() const { return __atomic_load_n(&request_->epoch, __ATOMIC_ACQUIRE) != served_; }
     void answer_now(uint32_t epoch);
-    void learn(const Work &work, double took_ns);  // of the CPU alone
     void note_failure(const char *why);
     void free();
     static void sweep();
@@ -179,7 +146,6 @@ class Channel {
     std::array<void *, kMostBuffers> memories_{};
     int count_ = 0;
     uint32_t served_ = 0;  // of whoever serves
-    std::array<Fit, kLoads> fits_;
     // Whoever serves sets busy_, then looks at closed_; who closes sets closed_, then looks at busy_: one of the two
     // sees the other.
     std::atomic<bool> busy_{false}, closed_{false}, failed_{false};

@@ -5,13 +5,8 @@
 
 #include <cstdint>
 
+#include "both.h"
 #include "moepool.h"
-
-#if defined(__CUDACC__)
-#define MOEPOOL_HD __host__ __device__
-#else
-#define MOEPOOL_HD
-#endif
 
 namespace moepool {
 
@@ -41,30 +36,36 @@ constexpr int32_t kMostCount = 1 << 20;  // counts stay below it, so that count 
 constexpr int kTickBits = 43;
 
 // Whether uses are counted.
-MOEPOOL_HD inline bool counts(const PolicyConfig &p) {
+MOEPOOL_BOTH inline bool counts(const PolicyConfig &p) {
     return p.guard || p.kind == MOEPOOL_POLICY_LFU || p.kind == MOEPOOL_POLICY_LFRU || p.kind == MOEPOOL_POLICY_REELECT;
 }
+// The most admissions of a step, of so many misses. admit: as many; kNoLimit; or one, until all experts have a slot.
+constexpr int kNoLimit = -1, kOneUnlessAll = -2;
+MOEPOOL_BOTH inline int most_admissions(int admit, int misses, int slots, int experts) {
+    const int most = admit == kOneUnlessAll && slots < experts ? 1 : admit;
+    return most < 0 || most > misses ? misses : most;
+}
 // Whether the missing experts of a step have claims of their own. Where they do not, they come in in rising id.
-MOEPOOL_HD inline bool ranks_misses(const PolicyConfig &p) { return counts(p); }
+MOEPOOL_BOTH inline bool ranks_misses(const PolicyConfig &p) { return counts(p); }
 // Counts that are halved, or begin anew, all do so when the epoch changes.
-MOEPOOL_HD inline uint32_t epoch_of(const PolicyConfig &p, int64_t tick) {
+MOEPOOL_BOTH inline uint32_t epoch_of(const PolicyConfig &p, int64_t tick) {
     const int steps = p.kind == MOEPOOL_POLICY_REELECT ? p.period : p.half_life;
     return static_cast<uint32_t>(tick / steps) & 0x7fffffffu;
 }
 // The count as of an epoch.
-MOEPOOL_HD inline int32_t count_at(const PolicyConfig &p, const Use &use, uint32_t epoch) {
+MOEPOOL_BOTH inline int32_t count_at(const PolicyConfig &p, const Use &use, uint32_t epoch) {
     const uint32_t passed = (epoch - use.epoch) & 0x7fffffffu;
     if (p.kind == MOEPOOL_POLICY_REELECT) return passed ? 0 : use.count;
     return passed < 31 ? use.count >> passed : 0;
 }
-MOEPOOL_HD inline void count_use(const PolicyConfig &p, Use &use, uint32_t epoch) {
+MOEPOOL_BOTH inline void count_use(const PolicyConfig &p, Use &use, uint32_t epoch) {
     const int32_t count = count_at(p, use, epoch);
     use.count = count < kMostCount - 1 ? count + 1 : count;
     use.epoch = epoch;
 }
 
 // What a resident is worth: the least goes first, ties go by slot.
-MOEPOOL_HD inline int64_t worth(const PolicyConfig &p, const Use &use, uint32_t epoch) {
+MOEPOOL_BOTH inline int64_t worth(const PolicyConfig &p, const Use &use, uint32_t epoch) {
     switch (p.kind) {
         case MOEPOOL_POLICY_LFU:
             return (int64_t{count_at(p, use, epoch)} << kTickBits) + use.last;
@@ -79,30 +80,30 @@ MOEPOOL_HD inline int64_t worth(const PolicyConfig &p, const Use &use, uint32_t 
 }
 
 // The claim of a missing expert that was just wanted: the greatest comes in first, ties go by id.
-MOEPOOL_HD inline int64_t claim(const PolicyConfig &p, const Use &use, uint32_t epoch) {
+MOEPOOL_BOTH inline int64_t claim(const PolicyConfig &p, const Use &use, uint32_t epoch) {
     return p.kind == MOEPOOL_POLICY_REELECT ? int64_t{use.marked} : int64_t{count_at(p, use, epoch)};
 }
 
 // Whether a slot is kept for a pinned expert, also while a copy that failed leaves it empty.
-MOEPOOL_HD inline bool keeps(const PolicyConfig &p, int slot) {
+MOEPOOL_BOTH inline bool keeps(const PolicyConfig &p, int slot) {
     return p.kind == MOEPOOL_POLICY_PINNED && slot < p.pinned;
 }
 // Whether an expert may be evicted at all.
-MOEPOOL_HD inline bool may_go(const PolicyConfig &p, const Use &use, int slot) {
+MOEPOOL_BOTH inline bool may_go(const PolicyConfig &p, const Use &use, int slot) {
     return !keeps(p, slot) && !(p.kind == MOEPOOL_POLICY_REELECT && use.marked);
 }
 // Whether a missing expert may take the place of another.
-MOEPOOL_HD inline bool may_replace(const PolicyConfig &p, const Use &missing, const Use &victim, uint32_t epoch,
-                                   bool elected) {
+MOEPOOL_BOTH inline bool may_replace(const PolicyConfig &p, const Use &missing, const Use &victim, uint32_t epoch,
+                                     bool elected) {
     if (p.kind == MOEPOOL_POLICY_REELECT && elected && !missing.marked) return false;
     return !p.guard || count_at(p, missing, epoch) > count_at(p, victim, epoch);
 }
 // The votes of an expert at an election: the more, the better, then the lower id. 0: it does not stand.
-MOEPOOL_HD inline int64_t votes(const PolicyConfig &p, const Use &use, uint32_t epoch) {
+MOEPOOL_BOTH inline int64_t votes(const PolicyConfig &p, const Use &use, uint32_t epoch) {
     const int32_t count = count_at(p, use, epoch);
     return count ? (int64_t{count} << kTickBits) + use.last : 0;
 }
-MOEPOOL_HD inline int most_protected(const PolicyConfig &p, int slots) {
+MOEPOOL_BOTH inline int most_protected(const PolicyConfig &p, int slots) {
     return static_cast<int>(int64_t{slots} * p.protected_percent / 100);
 }
 

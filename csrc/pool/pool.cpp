@@ -71,9 +71,9 @@ int checked_most(const moepool_pool_config &config) {
 
 // With miss = auto one a step unless said: to come in has to be worth the link. Where all have a slot there is no
 // choice.
-int checked_admit(const moepool_pool_config &config, int experts) {
-    const int admit = at_least(config.admit, -1, "admit");
-    return config.miss == MOEPOOL_MISS_AUTO && admit == -1 && config.slots < experts ? 1 : admit;
+int checked_admit(const moepool_pool_config &config) {
+    const int admit = at_least(config.admit, policy::kNoLimit, "admit");
+    return config.miss == MOEPOOL_MISS_AUTO && admit == policy::kNoLimit ? policy::kOneUnlessAll : admit;
 }
 
 const Store &sealed(const Store &store) {
@@ -110,7 +110,7 @@ Pool::Pool(std::shared_ptr<const Store> store, const moepool_pool_config &config
       backend_(backend(config.device)),
       policy_(checked_policy(config)),
       miss_(checked_miss(config.miss)),
-      admit_(checked_admit(config, layer_.experts())),
+      admit_(checked_admit(config)),
       prompt_tokens_(at_least(config.prompt_tokens, 0, "prompt_tokens")),
       max_slots_(std::min(checked_most(config), layer_.experts())),
       slots_(backend_.make_slots(layer_, std::min(at_least(config.slots, 0, "slots"), layer_.experts()), max_slots_,
@@ -277,7 +277,7 @@ std::string Pool::describe(int64_t tokens, int64_t k) {
     DeviceSteps *steps = slots_->device_steps(policy_, admit_, miss_, store_);
     if (!steps) return "host: " + slots_->why_no_device_steps();
     if (const char *why = steps->refuses(tokens, k)) return std::string("host: ") + why;
-    return "device: " + steps->describe(tokens, k);
+    return "device: " + steps->describe(tokens, k, residency_.slots());
 }
 
 void Pool::return_residency() {

@@ -147,10 +147,8 @@ void Residency::admit(const int *leases, uint32_t epoch) {
         std::stable_sort(missing_.begin(), missing_.end(), [&](int a, int b) {
             return policy::claim(p, use(a), epoch) > policy::claim(p, use(b), epoch);
         });
-    int most = step_.misses;
-    if (admit_ >= 0) most = std::min(most, admit_);
     weigh(p, leases, epoch);
-    const int found = find_victims(most);
+    const int found = find_victims(policy::most_admissions(admit_, step_.misses, slots(), experts()));
     for (int i = 0; i < found; ++i) {
         const int expert = missing_[static_cast<size_t>(i)], slot = order_[static_cast<size_t>(i)].second;
         const int evicted = expert_in(slot);

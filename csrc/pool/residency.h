@@ -61,7 +61,7 @@ class Residency {
         std::vector<Use> uses;
     };
 
-    // admit: the most experts admitted a step; -1: no limit.
+    // admit: of policy::most_admissions.
     Residency(int experts, int slots, const PolicyConfig &policy, int admit);
 
     int experts() const { return static_cast<int>(slot_of_.size()); }

@@ -25,7 +25,7 @@ struct Header {
     int32_t phase;  // moepool_trace_phase
     int32_t bypass;
 
-    MOEPOOL_HD uint32_t word(int index) const {
+    MOEPOOL_BOTH uint32_t word(int index) const {
         switch (index) {
             case 0:
                 return words;

@@ -7,7 +7,7 @@
 //   to_float(w)   of w as int32
 //   as_float(w)   of w as bits
 //   half(w)       of the float16 in w's low 16 bits
-//   lookup<T>(w)  each byte of w, 0..15, replaced by that byte of table T
+//   lookup<T>(w)  each byte of w, 0..15, replaced by that byte of table T; not of CUDA, see unpack.h
 //   fma(a, b, c)  fused
 //   dot(a, u, q)  a + the four products of u's bytes, unsigned, with q's, signed
 // Portable C++ and CUDA have one lane; AVX-512 has sixteen. Every L is in an unnamed namespace, which gives what is

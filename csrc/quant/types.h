@@ -11,11 +11,7 @@
 
 #include <cstdint>
 
-#if defined(__CUDACC__)
-#define MOEPOOL_BOTH __host__ __device__
-#else
-#define MOEPOOL_BOTH
-#endif
+#include "both.h"
 
 namespace moepool {
 

@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <vector>
 
 using namespace moepool;
 using namespace moepool::division;
@@ -36,9 +37,22 @@ void best_of_all() {
     }
     CHECK(best_share(rates(51000, 1000, 20000), 1) == 1);
     CHECK(best_share(rates(20000, 1000, 50000), 1) == 0);
+    // Nobody is quicker beside another than alone; what a busy moment had taught goes soon, or with the trials.
+    Rates r = rates(50000, 8000, 20000);
+    r.beside = next_beside(r, 2, kPassNs - 1, 2, 1, false);
+    CHECK(r.beside.link_ns == 50000 && r.beside.cpu_1024ths == 1024);
+    r.beside = {400000, 8192};
+    for (int i = 0; i < 6; ++i) r.beside = next_beside(r, 2, kPassNs + 100000, 2, 48000, false);
+    CHECK(r.beside.link_ns < 70000 && r.beside.cpu_1024ths < 1400);
+    for (const bool trial : {true, false}) {
+        r.beside = {60000, 1300};
+        for (int i = 0; i < 6; ++i) r.beside = next_beside(r, 2, kPassNs + 100000, 2, 48000, trial);
+        CHECK((r.beside.link_ns < 52000) == trial && (r.beside.cpu_1024ths < 1100) == trial);
+        CHECK(r.beside.link_ns < 57500 && r.beside.cpu_1024ths < 1230);
+    }
     // Nothing that both sides may be seen to take is an overflow.
     Rates most = rates(UINT32_MAX, 0, 1);
-    for (int i = 0; i < 1000; ++i) most.beside = next_beside(most, 1, int64_t{1} << 62, 1, UINT32_MAX);
+    for (int i = 0; i < 1000; ++i) most.beside = next_beside(most, 1, int64_t{1} << 62, 1, UINT32_MAX, i % 2 > 0);
     CHECK(most.beside.link_ns > UINT32_MAX / 2 && most.beside.cpu_1024ths > kMostSlowed / 2);
     most.cpu = {UINT32_MAX, UINT32_MAX};
     for (int missing = 1; missing <= 512; ++missing) CHECK(best_share(most, missing) >= 0);
@@ -47,9 +61,10 @@ void best_of_all() {
 // A machine whose link and CPU slow one another down, as both read the same memory, and what a pool on it knows.
 struct Machine {
     int64_t link, beside_link, base, record, beside_record;
-    int busy = 1;  // times that both take while somebody else is at work
+    int busy = 1;   // times that both take while somebody else is at work
+    int noise = 0;  // percent
     Rates known;
-    doorbell::Fit fit;
+    Fit fit{};
 
     Machine(int most_slowed_link, int most_slowed_cpu)
         : link(45000 + below(20000)),
@@ -73,11 +88,12 @@ struct Machine {
         const int c = share(known, missing, tick);
         CHECK(c >= 0 && c <= missing);
         if (c == 0) return c;
+        const int64_t took = cpu(missing, c) * (noise ? 100 - noise + below(2 * noise + 1) : 100) / 100;
+        if (c < missing)
+            known.beside =
+                next_beside(known, missing - c, device(missing, c) + below(2001) - 1000, c, took, trial_of(tick) > 0);
+        learn(fit, c, static_cast<uint32_t>(took), c < missing, trial_of(tick) > 0);
         known.cpu = fit.pace;
-        if (c == missing)
-            fit.add(c, static_cast<double>(cpu(missing, c)));
-        else
-            known.beside = next_beside(known, missing - c, device(missing, c) + below(2000), c, cpu(missing, c));
         CHECK(known.beside.link_ns >= known.link_ns && known.beside.cpu_1024ths >= 1024);
         return c;
     }
@@ -145,6 +161,119 @@ void a_slow_cpu() {
     CHECK(share(rates(50000, 0, 0), 8, 1) == 8 && share(rates(50000, 0, 0), 0, 1) == 0);
 }
 
+// A new pool misses all of its experts, dozens a step with several tokens, and soon few. What it learns of the many,
+// with a processor that is never as quick twice, is no reason to leave the few to the side that is slower.
+void many_misses_become_few() {
+    for (int i = 0; i < 400; ++i) {
+        Machine machine(40, 25);
+        machine.noise = 15;
+        const int many = 20 + static_cast<int>(below(80)), few = 1 + static_cast<int>(below(6));
+        int64_t all = 0, by_cpu = 0, by_link = 0;
+        for (int64_t tick = 1; tick < 3000; ++tick) {
+            const int missing = tick < many ? many - static_cast<int>(tick) : static_cast<int>(below(few + 1));
+            const int c = machine.step(missing, tick);
+            if (missing == 0 || tick <= 500) continue;
+            all += machine.took(missing, c);
+            by_cpu += machine.took(missing, missing);
+            by_link += machine.took(missing, 0);
+        }
+        CHECK(all * 100 <= std::min(by_cpu, by_link) * 103);
+    }
+}
+
+// The pace is that of the CPU alone, told by whatever says something of it.
+void paces() {
+    const auto at = [](const Fit &fit, int n) { return fit.pace.base_ns + n * int64_t{fit.pace.record_ns}; };
+    const auto near = [&](const Fit &fit, int n, int64_t ns, int percent) {
+        return std::abs(at(fit, n) - ns) * 100 <= ns * percent;
+    };
+    // The first answers are no measure; a slow one hardly is, and a quick one soon shows.
+    Fit fit{};
+    for (int i = 0; i < kFirst; ++i) learn(fit, 1, 20000000, false, false);
+    CHECK(fit.pace.record_ns == 0);
+    for (int i = 0; i < 10; ++i) learn(fit, 1, 30000, false, false);
+    CHECK(near(fit, 1, 30000, 1) && near(fit, 4, 102000, 1));  // kUsualBase and 24 us
+    learn(fit, 1, 5000000, false, false);
+    CHECK(at(fit, 1) < 50000);
+    for (int i = 0; i < 200; ++i) learn(fit, 1, 5000000, false, false);
+    CHECK(at(fit, 1) > 4000000);
+    for (int i = 0; i < 12; ++i) learn(fit, 1, 30000, false, false);
+    CHECK(at(fit, 1) < 100000);
+    // A line, of which both parts are found.
+    fit = {};
+    for (int i = 0; i < 100; ++i)
+        learn(fit, 1 + i % 7, static_cast<uint32_t>(12000 + (1 + i % 7) * 20000), false, false);
+    CHECK(near(fit, 1, 32000, 2) && near(fit, 7, 152000, 2) && fit.pace.base_ns > 10000 && fit.pace.base_ns < 14000);
+    // Few answers of many records, which by chance take the same: not as if one took as long.
+    fit = {};
+    for (int i = 0; i < kFirst + 6; ++i) learn(fit, 25 + i % 6, 700000, false, false);
+    CHECK(fit.pace.base_ns <= 16000 && at(fit, 2) < 80000);
+    // A trial's counts more.
+    for (const bool trial : {false, true}) {
+        fit = {};
+        for (int i = 0; i < 40; ++i) learn(fit, 2, 60000, false, false);
+        for (int i = 0; i < 4; ++i) learn(fit, 2, 50000, false, trial);
+        CHECK((at(fit, 2) < 54000) == trial && at(fit, 2) < 58000);
+    }
+    // Beside a busy link the CPU is slower, so that tells nothing, unless it was far quicker than thought.
+    fit = {};
+    for (int i = 0; i < 20; ++i) learn(fit, 2, 60000, false, false);
+    for (int i = 0; i < 100; ++i) learn(fit, 2, 90000, true, false);
+    for (int i = 0; i < 100; ++i) learn(fit, 2, 50000, true, false);
+    CHECK(near(fit, 2, 60000, 1));
+    for (int i = 0; i < 100; ++i) learn(fit, 2, 40000, true, false);
+    CHECK(near(fit, 2, 40000, 34));
+    // But where nothing else is known.
+    fit = {};
+    for (int i = 0; i < kFirst + 1; ++i) learn(fit, 2, 90000, true, false);
+    CHECK(near(fit, 2, 90000, 1));
+    // No answer is too long, and no number of them too large.
+    fit = {};
+    fit.answers = INT32_MAX - 1;
+    for (int i = 0; i < 1000; ++i) {
+        learn(fit, i % 2 ? 1 : 512, UINT32_MAX, false, false);
+        CHECK(fit.pace.record_ns > 0 && fit.pace.record_ns <= 4000000000u && fit.pace.base_ns <= 16000);
+    }
+    fit = {};
+    for (int i = 0; i < 100; ++i) learn(fit, 512, 0, false, false);
+    CHECK(fit.pace.record_ns == 1);
+
+    CHECK(load_of(0, 0) == 0 && load_of(8, 8) == 0 && load_of(9, 8) == 1 && load_of(16, 8) == 1);
+    CHECK(load_of(17, 8) == 2 && load_of(32, 8) == 2 && load_of(33, 8) == 3 && load_of(64, 8) == 3);
+    CHECK(load_of(65, 8) == 4 && load_of(512, 1) == 4);
+}
+
+// Each of a pair of steps, soon and then at times: by turns the CPU alone, though a division is better, and a division
+// as if nobody was slowed down, though the CPU alone is.
+void trials() {
+    std::vector<int64_t> at;
+    for (int64_t tick = 2; tick < 1030; ++tick)
+        if (trial_of(tick)) at.push_back(tick);
+    CHECK((at == std::vector<int64_t>{16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 513, 768, 769, 1024, 1025}));
+    const Rates divide = rates(30000, 8000, 30000);
+    Rates together = rates(30000, 8000, 14000);
+    together.beside = {200000, 4096};
+    CHECK(share(divide, 4, 3) < 4 && share(together, 4, 3) == 4);
+    for (size_t i = 0; i < at.size(); ++i) {
+        const bool alone = i / 2 % 2 == 0;
+        CHECK(share(divide, 4, at[i]) == (alone ? 4 : best_share(divide, 4)));
+        CHECK((share(together, 4, at[i]) == 4) == alone);
+    }
+}
+
+// What comes in beside what the CPU computes.
+void admissions() {
+    CHECK(most_admitted(3, true, 1) == 3 && most_admitted(3, false, 1) == 3);
+    int trials = 0;
+    for (int64_t tick = 0; tick < 800; ++tick) {
+        CHECK(most_admitted(0, true, tick) == 1);
+        trials += most_admitted(0, false, tick);
+    }
+    CHECK(trials == 100);
+    CHECK(!outweighs(1, 0) && outweighs(2, 0) && !outweighs(101, 80) && outweighs(102, 80));
+    CHECK(!outweighs(0, 5) && !outweighs(5, 5));
+}
+
 struct Run {
     int alone = 0, back = 0;
     Course course;
@@ -187,6 +316,36 @@ void never_slower() {
     CHECK(run(1000, 9000, 0, 10000, -64).alone > 500);
 }
 
+// The CPU has to be quicker by more than 2 %, three times in a row.
+void step_backs() {
+    // What the CPU takes in each comparison, in percent of the slots; the comparison behind which it stepped back, or
+    // -1.
+    const auto back_behind = [](const std::vector<int> &percents) {
+        Course course = begin_course(64);
+        bool all = false;
+        for (size_t i = 0; i < percents.size();) {
+            const Phase before = static_cast<Phase>(course.phase);
+            // The first steps of a comparison take long: its threads were asleep.
+            const bool settling = before == kCompare && course.left > kWindow - 4;
+            all = advance(course, settling ? 100000 : all ? percents[i] * 100 : 10000, 10000, 64);
+            CHECK(all == (course.phase == kCompare || course.phase == kBack));
+            if (before != kCompare || course.phase == kCompare) continue;
+            if (course.phase == kBack) return static_cast<int>(i);
+            ++i;
+        }
+        return -1;
+    };
+    CHECK(back_behind({97, 97, 97}) == 2);
+    CHECK(back_behind({97, 97, 99, 97, 97, 97, 97}) == 5);
+    CHECK(back_behind(std::vector<int>(40, 99)) == -1 && back_behind(std::vector<int>(40, 101)) == -1);
+    CHECK(back_behind({97, 97}) == -1);
+    // How long slots take is learnt anew all the time.
+    Course course = begin_course(64);
+    for (int i = 0; i < 63; ++i) advance(course, 10000, 0, 64);
+    for (int i = 0; i < 640; ++i) advance(course, 20000, 0, 64);
+    CHECK(course.slots_ns > 19000 && course.slots_ns <= 20000);
+}
+
 // A step that took seconds stays a slow one.
 void means() {
     constexpr int64_t kLargest = UINT32_MAX;
@@ -208,7 +367,12 @@ int main() {
     sides_that_slow_one_another_down();
     busy_moments_pass();
     a_slow_cpu();
+    many_misses_become_few();
+    paces();
+    trials();
+    admissions();
     never_slower();
+    step_backs();
     means();
     std::puts("ok");
 }

@@ -47,7 +47,7 @@ class FakeSteps : public DeviceSteps {
     FakeSteps(FakeSlots &slots, const Layer &layer, const PolicyConfig &policy, int admit)
         : slots_(slots), layer_(layer), policy_(policy), admit_(admit) {}
     const char *refuses(int64_t, int64_t) const override { return nullptr; }
-    std::string describe(int64_t, int64_t) const override { return "a device that is none"; }
+    std::string describe(int64_t, int64_t, int) const override { return "a device that is none"; }
     void run(const moepool_ids &ids, const moepool_rows &, const void *, moepool_dtype, float *, void *) override;
     void load(const Residency::Snapshot &residency, const std::vector<int> &leases) override {
         require_whole();

@@ -135,16 +135,57 @@ PolicyConfig draw_policy() {
     return policy;
 }
 
+// How a step with miss = auto has to go: whom the CPU computes of the missing, and whom it brings in, as the law of
+// division says it.
+struct Divided {
+    std::set<int> hosted;
+    std::vector<Residency::Choice> chosen;
+    int most = 0;  // admissions
+};
+Divided divide(const Residency &law, int admit, const std::vector<int> &wanted, const std::vector<int> &leases,
+               int hosted_misses) {
+    const PolicyConfig &p = law.policy();
+    const Residency::Snapshot before = law.snapshot();
+    std::vector<int> missing;
+    for (const int e : wanted)
+        if (before.slot_of[e] < 0) missing.push_back(e);
+    const int misses = static_cast<int>(missing.size());
+    bool empty = false;
+    for (int s = 0; s < law.slots(); ++s) empty |= before.expert_in[s] < 0 && !leases[s] && !policy::keeps(p, s);
+    Divided d;
+    d.most = std::min(policy::most_admissions(admit, misses, law.slots(), law.experts()),
+                      division::most_admitted(misses - hosted_misses, empty, before.tick));
+    Residency probe(law.experts(), law.slots(), p, d.most);
+    probe.restore(before);
+    const Residency::Step &step = probe.step(wanted, false, leases);
+    const std::vector<Use> uses = probe.snapshot().uses;
+    const uint32_t epoch = policy::counts(p) ? policy::epoch_of(p, before.tick + 1) : 0;
+    for (const auto &a : step.admissions) {
+        const bool outweighs = p.guard || (policy::counts(p) && hosted_misses == misses);
+        if (!outweighs || a.evicted < 0 ||
+            division::outweighs(policy::count_at(p, uses[a.expert], epoch),
+                                policy::count_at(p, uses[a.evicted], epoch)))
+            d.chosen.push_back({a.expert, a.slot});
+    }
+    // The CPU has the last of the order in which they come in.
+    if (policy::ranks_misses(p) && !step.bypass && p.kind != MOEPOOL_POLICY_STATIC)
+        std::stable_sort(missing.begin(), missing.end(), [&](int a, int b) {
+            return policy::claim(p, uses[a], epoch) > policy::claim(p, uses[b], epoch);
+        });
+    d.hosted.insert(missing.end() - hosted_misses, missing.end());
+    return d;
+}
+
 struct Totals {
     int64_t steps = 0, admissions = 0, evictions = 0, bypasses = 0, bad = 0, leased = 0, refused = 0, lost = 0;
-    int64_t hosted = 0, divided = 0;
+    int64_t hosted = 0, divided = 0, copied = 0;
 };
 
 void follow(int seed, Totals &totals) {
     random_numbers.seed(static_cast<unsigned>(seed));
     PolicyConfig policy = draw_policy();
     const int experts = 1 + below(seed % 5 ? 40 : 200), room = 1 + below(experts), slots = 1 + below(room);
-    const int admit = below(3) ? -1 : below(4);
+    const int admit = below(3) == 0 ? below(4) : below(2) ? policy::kNoLimit : policy::kOneUnlessAll;
     const int hot = policy.kind == MOEPOOL_POLICY_STATIC   ? slots
                     : policy.kind == MOEPOOL_POLICY_PINNED ? below(slots + 1)
                                                            : 0;
@@ -159,7 +200,7 @@ void follow(int seed, Totals &totals) {
     }
     std::vector<int> leases(static_cast<size_t>(slots), 0);
     DeviceSteps::Counts counts = {};
-    // Misses over the link, by the CPU, or both. Whom a division admits is not the law's choice: the trace says it.
+    // Misses over the link, by the CPU, or both.
     const int miss = below(3);
     if (miss != MOEPOOL_MISS_STREAM) device.step.bell = {&device.bell, miss == MOEPOOL_MISS_AUTO};
     const int many = seed % 3;
@@ -190,8 +231,6 @@ void follow(int seed, Totals &totals) {
         const std::vector<int32_t> before = device.slot_of;
         device.bell.share = below(experts + 1);
         device.bell.all_host = below(6) == 0;
-        const uint64_t traced = device.state.traced;
-        if (miss == MOEPOOL_MISS_AUTO) device.state.drained = traced;
         // A layer with gate and up of two types takes a single token as several.
         const bool single = tokens == 1 && seed % 4 != 1;
         device.take(ids, tokens, k, single, below(2) == 0, 1 + below(16));
@@ -199,16 +238,17 @@ void follow(int seed, Totals &totals) {
         Residency::Step step;
         step.tick = law.snapshot().tick;
         const std::vector<int> all(wanted.begin(), wanted.end());
-        std::vector<Residency::Choice> chosen;
-        if (miss == MOEPOOL_MISS_AUTO) {
-            const auto word = [&](uint64_t at) { return device.ring[(traced + at) % Device::kTraceWords]; };
-            const uint64_t first = static_cast<uint64_t>(trace::kHeaderWords + tokens * k);
-            for (uint64_t i = first; traced + i < device.state.traced; i += trace::kAdmissionWords)
-                chosen.push_back({static_cast<int>(word(i)), static_cast<int>(word(i + 1))});
-        }
+        const auto absent = static_cast<int>(
+            std::count_if(all.begin(), all.end(), [&](int e) { return before[static_cast<size_t>(e)] < 0; }));
+        const bool all_host = miss == MOEPOOL_MISS_AUTO && device.bell.all_host;
+        const int hosted_misses = miss == MOEPOOL_MISS_STREAM             ? 0
+                                  : miss == MOEPOOL_MISS_HOST || all_host ? absent
+                                                                          : device.bell.share % (absent + 1);
+        Divided divided;
+        if (miss == MOEPOOL_MISS_AUTO && !all.empty()) divided = divide(law, admit, all, leases, hosted_misses);
         if (!wanted.empty())
             step = law.step(all.data(), static_cast<int>(all.size()), false, leases.data(),
-                            miss == MOEPOOL_MISS_AUTO ? &chosen : nullptr);
+                            miss == MOEPOOL_MISS_AUTO ? &divided.chosen : nullptr);
         const Residency::Snapshot after = law.snapshot();
         check(device.state.tick == after.tick, what + "tick");
         check(device.state.election == after.election, what + "election");
@@ -230,22 +270,22 @@ void follow(int seed, Totals &totals) {
         std::set<int> hosted;
         for (const int expert : device.bell.asked)
             if (expert >= 0) hosted.insert(expert);
-        int hosted_misses = 0;
-        for (const int expert : hosted) {
-            check(wanted.count(expert) == 1, what + "the CPU computes what nobody wants");
-            hosted_misses += before[expert] < 0;
-        }
-        const bool all_host = miss == MOEPOOL_MISS_AUTO && device.bell.all_host;
-        check(hosted_misses == (miss == MOEPOOL_MISS_STREAM             ? 0
-                                : miss == MOEPOOL_MISS_HOST || all_host ? step.misses
-                                                                        : device.bell.share % (step.misses + 1)),
-              what + "misses of the CPU");
-        check(static_cast<int>(hosted.size()) == hosted_misses + (all_host ? step.hits : 0), what + "hits of the CPU");
-        check(device.bell.divided == (hosted_misses > 0 && hosted_misses < step.misses), what + "divided");
+        check(static_cast<int>(hosted.size()) == hosted_misses + (all_host ? step.hits : 0), what + "hosted");
+        if (all_host) check(hosted == wanted, what + "the CPU computes all");
         if (miss == MOEPOOL_MISS_AUTO) {
-            check(device.bell.streamed == step.misses - hosted_misses, what + "streamed");
-            check(admit < 0 || static_cast<int>(step.admissions.size()) <= admit,
-                  what + "more admissions than allowed");
+            if (!all_host) check(hosted == divided.hosted, what + "whom the CPU computes");
+            const int streamed = step.misses - hosted_misses, admitted = static_cast<int>(step.admissions.size());
+            check(device.bell.streamed == streamed, what + "streamed");
+            check(device.bell.copied == std::max(0, admitted - streamed), what + "copied");
+            check(device.bell.hosted == static_cast<int>(hosted.size()), what + "noted for the lesson");
+            check(device.bell.wanted == step.hits + step.misses, what + "wanted");
+            totals.copied += device.bell.copied;
+            if (step.misses > 0) {
+                const auto valid =
+                    std::count_if(ids.begin(), ids.end(), [&](int64_t e) { return e >= 0 && e < experts; });
+                check(device.bell.offered == step.hits + step.misses, what + "experts of a share");
+                check(device.bell.places == (single ? device.bell.offered : valid), what + "places of a share");
+            }
         }
         counts.hosted += static_cast<int64_t>(hosted.size());
         counts.in_place +=
@@ -274,6 +314,7 @@ void follow(int seed, Totals &totals) {
                     if (a.expert == id) fill = address(a.slot);
                 check(tile.fill == fill, what + "fill");
                 check(tile.host == static_cast<int>(hosted.count(static_cast<int>(id))), what + "host");
+                check(tile.streamed == (before[id] < 0 && !tile.host), what + "streamed");
                 if (!hosted.empty()) check(device.bell.asked[place] == (tile.host ? id : -1), what + "asked");
             }
         }
@@ -319,10 +360,11 @@ int main(int count, char **arguments) {
     for (int seed = first; seed < last; ++seed) follow(seed, totals);
     std::printf(
         "%lld steps, %lld admissions, %lld evictions, %lld bypasses, %lld with bad ids, %lld with leases, "
-        "%lld with misses left out, %lld lost to the trace, %lld asked the CPU, %lld divided\n",
+        "%lld with misses left out, %lld lost to the trace, %lld asked the CPU, %lld divided, %lld copied beside\n",
         static_cast<long long>(totals.steps), static_cast<long long>(totals.admissions),
         static_cast<long long>(totals.evictions), static_cast<long long>(totals.bypasses),
         static_cast<long long>(totals.bad), static_cast<long long>(totals.leased),
         static_cast<long long>(totals.refused), static_cast<long long>(totals.lost),
-        static_cast<long long>(totals.hosted), static_cast<long long>(totals.divided));
+        static_cast<long long>(totals.hosted), static_cast<long long>(totals.divided),
+        static_cast<long long>(totals.copied));
 }

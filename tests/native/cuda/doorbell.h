@@ -8,11 +8,11 @@ namespace moepool {
 namespace cuda {
 
 struct BellState {
-    int share;               // of the missing experts, drawn beforehand
-    bool all_host;           // the same
-    std::vector<int> asked;  // by place: the expert, or -1
-    bool divided;            // as the CPU was told
-    int streamed, hosted, wanted;
+    int share;                             // of the missing experts, drawn beforehand
+    bool all_host;                         // the same
+    std::vector<int> asked;                // by place: the expert, or -1
+    int streamed, copied, hosted, wanted;  // as the lesson gets them
+    int offered, places;                   // the experts and places of which a share was asked for
 };
 struct Bell {
     BellState *state;

@@ -16,25 +16,24 @@ inline void keep_word(Outlook &, int, uint32_t) {}
 inline bool hosts_all(const Step &step, const Outlook &) { return step.bell.divides && step.bell.state->all_host; }
 inline unsigned long long device_ns() { return 0; }
 inline void begin_times(const Step &, int, int, unsigned long long) {}
-inline void learn(const Step &, const Outlook &) {}
-inline int records_for_host(const Step &step, const Outlook &outlook, int missing, int, int, int64_t) {
+inline void learn(const Step &, const Outlook &, bool) {}
+inline int records_for_host(const Step &step, const Outlook &outlook, int missing, int wanted, int places, int64_t) {
+    step.bell.state->offered = wanted;
+    step.bell.state->places = places;
     return !step.bell.divides || hosts_all(step, outlook) ? missing : step.bell.state->share % (missing + 1);
 }
-inline void post(const Step &step, const Outlook &, int64_t, bool, bool, const int *ids, const uint8_t *host,
-                 bool divided) {
+inline void post(const Step &step, const Outlook &, int64_t, bool, bool, const int *ids, const uint8_t *host) {
     if (threadIdx.x || threadIdx.y) return;
-    step.bell.state->divided = divided;
     step.bell.state->asked.clear();
     for (int p = 0; p < step.tokens * step.k; ++p)
         step.bell.state->asked.push_back(ids[p] >= 0 && host[ids[p]] ? ids[p] : -1);
 }
 inline void post_nothing(const Bell &bell) {
-    if (!bell.state) return;
-    bell.state->asked.clear();
-    bell.state->divided = false;
+    if (bell.state) bell.state->asked.clear();
 }
-inline void note_step(const Bell &bell, int streamed, int hosted, int wanted) {
+inline void note_step(const Bell &bell, int streamed, int copied, int hosted, int wanted) {
     bell.state->streamed = streamed;
+    bell.state->copied = copied;
     bell.state->hosted = hosted;
     bell.state->wanted = wanted;
 }
