@@ -161,16 +161,16 @@ def test_auto_asks_nobody_where_every_expert_gets_a_slot(cupy: Any) -> None:
             assert pool.resize(2) == 2
             run(pool)
         assert pool.stats().host_bytes > 0
-    # What counts is how many there are, not how many the pool was made with.
-    with few_slots(), moepool.Pool(layer, 2, max_slots=EXPERTS, device=DEVICE, miss="auto") as grown:
-        assert "misses by the CPU" in grown.describe(2, 3)
-        assert grown.resize(EXPERTS) == EXPERTS
-        assert "misses by the CPU" not in grown.describe(2, 3)
-        run(grown)
-        assert grown.stats().host_bytes == 0
-    with few_slots(), moepool.Pool(layer, EXPERTS, device=DEVICE, miss="auto") as shrunk:
-        assert shrunk.resize(2) == 2
-        assert "misses by the CPU" in shrunk.describe(2, 3)
+        # What counts is how many there are, not how many the pool was made with.
+        with moepool.Pool(layer, 2, max_slots=EXPERTS, device=DEVICE, miss="auto") as grown:
+            assert "misses by the CPU" in grown.describe(2, 3)
+            assert grown.resize(EXPERTS) == EXPERTS
+            assert "misses by the CPU" not in grown.describe(2, 3)
+            run(grown)
+            assert grown.stats().host_bytes == 0
+        with few_slots(), moepool.Pool(layer, EXPERTS, device=DEVICE, miss="auto") as shrunk:
+            assert shrunk.resize(2) == 2
+            assert "misses by the CPU" in shrunk.describe(2, 3)
 
 
 @pytest.mark.parametrize("miss", ["host", "auto"])

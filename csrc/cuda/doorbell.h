@@ -45,10 +45,10 @@ struct BellState {
     division::Beside beside;
     division::Fit fits[division::kLoads];
     division::Course course;
-    // The last step: records, of which those copied were computed by the CPU, how long it was at work (0: it is not
-    // known yet), and when the books began, the hot part was done, all was done. Before `begun`: not yet.
+    uint32_t took_ns;  // how long the CPU was at work for the last answer
+    // The last step: records, of which those copied were computed by the CPU, and when the books began, the hot part
+    // was done, all was done. Before `begun`: not yet.
     int32_t streamed, copied, hosted, wanted, load;
-    uint32_t took_ns;
     unsigned long long begun, ready, ended;
 };
 

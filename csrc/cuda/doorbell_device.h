@@ -63,25 +63,21 @@ __device__ __forceinline__ division::Rates rates_of(const BellState &state, int 
     return {state.link_ns, state.fits[load].pace, state.beside};
 }
 
-// The step begins to be measured, as of `now`. By one thread. Times before that are of an earlier step.
-__device__ __forceinline__ void begin_times(const Step &step, int wanted, int places, unsigned long long now) {
-    if (!step.bell.divides) return;
-    BellState &state = *step.bell.state;
-    state.load = division::load_of(places, wanted);
-    state.took_ns = 0;
-    state.begun = now;
+// A step's time for each expert that it wants, times 16. Mostly in 32 bits: the device divides slowly.
+__device__ __forceinline__ int64_t for_each(int64_t ns, int wanted) {
+    constexpr int64_t kFew = int64_t{1} << 28;
+    return ns < kFew ? static_cast<uint32_t>(ns) * 16u / static_cast<uint32_t>(wanted) : ns * 16 / wanted;
 }
 
 // The lesson of the step before, which was a trial or not, for the next one. By one thread, when nobody waits for the
 // books. Not inlined: its divisions would take registers from all the rest.
 __device__ __noinline__ void learn(const Step &step, const Outlook &outlook, bool trial) {
-    if (!step.bell.divides) return;
     const BellState &seen = outlook.seen;
     BellState &state = *step.bell.state;
     if (!step.single) state.all_host = seen.next_all_host;
     if (seen.wanted <= 0 || seen.ended <= seen.begun) return;
     const division::Rates rates = rates_of(seen, seen.load);
-    if (seen.hosted > 0 && seen.took_ns > 0) {
+    if (seen.hosted > 0 && !seen.poisoned) {
         if (seen.streamed > 0 && seen.ready > seen.begun)
             state.beside = division::next_beside(rates, seen.streamed, static_cast<int64_t>(seen.ready - seen.begun),
                                                  seen.hosted, int64_t{seen.took_ns}, trial);
@@ -89,21 +85,27 @@ __device__ __noinline__ void learn(const Step &step, const Outlook &outlook, boo
         division::learn(fit, seen.hosted, seen.took_ns, seen.streamed + seen.copied > 0, trial);
         state.fits[seen.load] = fit;
     }
-    const int64_t took = static_cast<int64_t>(seen.ended - seen.begun);
-    const int64_t alone = rates.cpu.record_ns ? division::finished(rates, seen.wanted, seen.wanted) : 0;
     division::Course course = seen.course;
-    const bool next = division::advance(course, took * 16 / seen.wanted, alone * 16 / seen.wanted, step.bell.period);
+    int64_t alone = 0;
+    if (division::may_compare(course) && rates.cpu.record_ns)
+        alone = for_each(division::finished(rates, seen.wanted, seen.wanted), seen.wanted);
+    const int64_t took = for_each(static_cast<int64_t>(seen.ended - seen.begun), seen.wanted);
+    const bool next = division::advance(course, took, alone, step.bell.period);
     state.next_all_host = next;
     state.course_due = course.left <= 1 || seen.course.left <= 1 || seen.next_all_host != seen.all_host;
     state.course = course;
 }
 
-// For the lesson, what the step was.
-__device__ __forceinline__ void note_step(const Bell &bell, int streamed, int copied, int hosted, int wanted) {
-    bell.state->streamed = streamed;
-    bell.state->copied = copied;
-    bell.state->hosted = hosted;
-    bell.state->wanted = wanted;
+// For the lesson, what the step was. Times before `begun` are of an earlier one.
+__device__ __forceinline__ void note_step(const Bell &bell, int streamed, int copied, int hosted, int wanted,
+                                          int places, unsigned long long begun) {
+    BellState &state = *bell.state;
+    state.streamed = streamed;
+    state.copied = copied;
+    state.hosted = hosted;
+    state.wanted = wanted;
+    state.load = division::load_of(places, wanted);
+    state.begun = begun;
 }
 
 // How many of the missing experts the CPU computes.

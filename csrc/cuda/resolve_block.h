@@ -111,10 +111,11 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     };
 
     bool shares = false;
+    // Who counts at the end, and who keeps the lesson: not who publishes, for that takes as long as all of this.
+    const int counting = Threads().threads > 32 ? 32 : 0, noting = Threads().threads > 64 ? 64 : counting;
     const auto ask_the_cpu = [&] { post(tally.step, outlook, a.columns, a.quantised, a.floats, id, books.host); };
     if constexpr (kBell) {
-        // Which takes a while: nobody waits for it.
-        const unsigned long long now = divides && thread == 0 ? device_ns() : 0;
+        if (divides && thread == noting) tally.begun = device_ns();  // takes a while
         // The CPU is told at once, unless it computes some of the missing experts alone: these are the last ones of the
         // order in which they come in, which is not known yet.
         const bool all_host = hosts_all(step, outlook);
@@ -129,7 +130,6 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
             post_nothing(step.bell);
         else if (!shares)
             ask_the_cpu();
-        if (thread == 0) begin_times(step, hits + misses, wanted_places, now);
     }
 
     if (misses > 0) {
@@ -271,17 +271,10 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
                 a.uses[e].last = tick;
         });
     const int admitted = tally.admissions;
-    if (thread == (Threads().threads > 32 ? 32 : 0)) {  // not who publishes: that takes as long as all of this
+    if (thread == counting) {
         if (kSingle) *tables.commit_count = admitted;
         a.state->tick = tick;
         if (advances && p.kind == MOEPOOL_POLICY_REELECT) a.state->election = epoch;
-        if constexpr (kBell) {
-            learn(tally.step, outlook, division::trial_of(tick_before) > 0);
-            if (divides) {
-                const int streamed = misses - hosted_misses;
-                note_step(step.bell, streamed, max(0, admitted - streamed), hosted, hits + misses);
-            }
-        }
         DeviceSteps::Counts &counts = a.state->counts;
         // Atomic, so that nobody waits for the sums.
         const auto count_up = [](int64_t &total, int64_t by) {
@@ -303,6 +296,14 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
             told->k = step.k;
             __threadfence_system();
             told->place = at;
+        }
+    }
+    if constexpr (kBell) {
+        if (divides && thread == noting) {
+            const int streamed = misses - hosted_misses;
+            learn(tally.step, outlook, division::trial_of(tick_before) > 0);
+            note_step(step.bell, streamed, max(0, admitted - streamed), hosted, hits + misses, wanted_places,
+                      tally.begun);
         }
     }
     if (tally.ring) trace_step(step, a.state, tally.ring, books, ranked, tick, bypass, met, admitted);

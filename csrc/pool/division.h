@@ -187,6 +187,9 @@ struct Course {
 };
 MOEPOOL_BOTH inline Course begin_course(int period) { return {kSlots, period, 0, 0, 0, 0}; }
 
+// Whether a comparison may begin with the next step: only then what is predicted matters.
+MOEPOOL_BOTH inline bool may_compare(const Course &c) { return c.phase == kSlots && c.left <= 1; }
+
 // After a step that took so long; predicted: what the CPU alone would have taken, 0 if not known. True: the CPU
 // computes everything in the next step. Comparing costs something, so it is left where the CPU has no prospect, unless
 // period is negative (for tests).

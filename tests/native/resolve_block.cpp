@@ -285,6 +285,7 @@ void follow(int seed, Totals &totals) {
                     std::count_if(ids.begin(), ids.end(), [&](int64_t e) { return e >= 0 && e < experts; });
                 check(device.bell.offered == step.hits + step.misses, what + "experts of a share");
                 check(device.bell.places == (single ? device.bell.offered : valid), what + "places of a share");
+                check(device.bell.noted_places == device.bell.places, what + "places of the lesson");
             }
         }
         counts.hosted += static_cast<int64_t>(hosted.size());

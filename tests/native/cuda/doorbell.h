@@ -12,7 +12,7 @@ struct BellState {
     bool all_host;                         // the same
     std::vector<int> asked;                // by place: the expert, or -1
     int streamed, copied, hosted, wanted;  // as the lesson gets them
-    int offered, places;                   // the experts and places of which a share was asked for
+    int offered, places, noted_places;     // the experts and places of which a share was asked for
 };
 struct Bell {
     BellState *state;

@@ -15,7 +15,6 @@ inline uint32_t outlook_word(const Bell &, int) { return 0; }
 inline void keep_word(Outlook &, int, uint32_t) {}
 inline bool hosts_all(const Step &step, const Outlook &) { return step.bell.divides && step.bell.state->all_host; }
 inline unsigned long long device_ns() { return 0; }
-inline void begin_times(const Step &, int, int, unsigned long long) {}
 inline void learn(const Step &, const Outlook &, bool) {}
 inline int records_for_host(const Step &step, const Outlook &outlook, int missing, int wanted, int places, int64_t) {
     step.bell.state->offered = wanted;
@@ -31,11 +30,13 @@ inline void post(const Step &step, const Outlook &, int64_t, bool, bool, const i
 inline void post_nothing(const Bell &bell) {
     if (bell.state) bell.state->asked.clear();
 }
-inline void note_step(const Bell &bell, int streamed, int copied, int hosted, int wanted) {
+inline void note_step(const Bell &bell, int streamed, int copied, int hosted, int wanted, int places,
+                      unsigned long long) {
     bell.state->streamed = streamed;
     bell.state->copied = copied;
     bell.state->hosted = hosted;
     bell.state->wanted = wanted;
+    bell.state->noted_places = places;
 }
 
 }  // namespace cuda
