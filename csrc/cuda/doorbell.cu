@@ -42,7 +42,8 @@ int64_t input_bytes(const Matrix &gate, const Matrix &up) {
 
 }  // namespace
 
-Doorbell::Doorbell(const Layer &layer, std::shared_ptr<const void> keep, bool divides, bool by_nodes, uint32_t link_ns)
+Doorbell::Doorbell(const Layer &layer, std::shared_ptr<const void> keep, bool divides, bool by_nodes,
+                   uint32_t measured_ns)
     : layer_(layer),
       divides_(divides),
       by_nodes_(by_nodes),
@@ -51,8 +52,8 @@ Doorbell::Doorbell(const Layer &layer, std::shared_ptr<const void> keep, bool di
           {allocate_mapped, free_mapped}, layer.matrices()[2].rows, !by_nodes,
           [&layer, keep = std::move(keep)](const doorbell::Work &work) { cpu_answer(layer, work); })) {
     BellState fresh = {};
-    fresh.link_ns = link_ns;
-    fresh.beside = division::begin_beside(link_ns);
+    fresh.measured_ns = fresh.link_ns = measured_ns;
+    fresh.beside = division::begin_beside(measured_ns);
     fresh.course_due = divides;
     fresh.course = division::begin_course(std::abs(doorbell::settings().period.load()));
     try {

@@ -38,16 +38,16 @@ struct BellState {
     int32_t places;     // of this step that the CPU computes
 
     // What follows is for miss = auto.
-    alignas(8) int32_t all_host;  // the CPU computes every place of the step, hits too
-    int32_t course_due;           // the course may change in this step, or in the next
-    int32_t next_all_host;        // all_host of the next step
-    uint32_t link_ns;             // of a record over the link
+    alignas(8) int32_t all_host;    // the CPU computes every place of the step, hits too
+    int32_t course_due;             // the course may change in this step, or in the next
+    int32_t next_all_host;          // all_host of the next step
+    uint32_t measured_ns, link_ns;  // of division::Rates
     division::Beside beside;
     division::Fit fits[division::kLoads];
     division::Course course;
     uint32_t took_ns;  // how long the CPU was at work for the last answer
-    // The last step: records, of which those copied were computed by the CPU, and when the books began, the hot part
-    // was done, all was done. Before `begun`: not yet.
+    // The last step: records, of which those copied were computed by the CPU, and when the books began, what crossed
+    // the link was done, all was done. Before `begun`: not yet.
     int32_t streamed, copied, hosted, wanted, load;
     unsigned long long begun, ready, ended;
 };
@@ -74,7 +74,7 @@ struct Bell {
 class Doorbell {
   public:
     // keep: what the CPU reads is alive as long as this is. nodes: the CPU is asked by a node of the graph.
-    Doorbell(const Layer &layer, std::shared_ptr<const void> keep, bool divides, bool by_nodes, uint32_t link_ns);
+    Doorbell(const Layer &layer, std::shared_ptr<const void> keep, bool divides, bool by_nodes, uint32_t measured_ns);
     ~Doorbell();
     Doorbell(const Doorbell &) = delete;
     Doorbell &operator=(const Doorbell &) = delete;

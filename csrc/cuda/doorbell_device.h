@@ -59,8 +59,8 @@ __device__ __forceinline__ void keep_word(Outlook &outlook, int index, uint32_t 
 __device__ __forceinline__ bool hosts_all(const Step &step, const Outlook &outlook) {
     return step.bell.divides && (step.single ? outlook.seen.all_host : outlook.seen.next_all_host);
 }
-__device__ __forceinline__ division::Rates rates_of(const BellState &state, int load) {
-    return {state.link_ns, state.fits[load].pace, state.beside};
+__device__ __forceinline__ division::Rates rates_of(const Bell &bell, const BellState &state, int load) {
+    return {state.measured_ns, state.link_ns, state.fits[load].pace, state.beside, bell.by_nodes};
 }
 
 // A step's time for each expert that it wants, times 16. Mostly in 32 bits: the device divides slowly.
@@ -76,11 +76,15 @@ __device__ __noinline__ void learn(const Step &step, const Outlook &outlook, boo
     BellState &state = *step.bell.state;
     if (!step.single) state.all_host = seen.next_all_host;
     if (seen.wanted <= 0 || seen.ended <= seen.begun) return;
-    const division::Rates rates = rates_of(seen, seen.load);
+    const division::Rates rates = rates_of(step.bell, seen, seen.load);
+    const auto took = static_cast<int64_t>(seen.ended - seen.begun),
+               ready = static_cast<int64_t>(seen.ready - seen.begun);
+    if (seen.hosted == 0 && seen.streamed > 0) state.link_ns = division::next_link(rates, seen.streamed, took, trial);
     if (seen.hosted > 0 && !seen.poisoned) {
-        if (seen.streamed > 0 && seen.ready > seen.begun)
-            state.beside = division::next_beside(rates, seen.streamed, static_cast<int64_t>(seen.ready - seen.begun),
-                                                 seen.hosted, int64_t{seen.took_ns}, trial);
+        // Of a clock that was set back, `ready` is the latest of all for a while.
+        if (seen.streamed > 0 && ready > 0 && ready < 2 * took)
+            state.beside =
+                division::next_beside(rates, seen.streamed, ready, seen.hosted, int64_t{seen.took_ns}, trial);
         division::Fit fit = seen.fits[seen.load];
         division::learn(fit, seen.hosted, seen.took_ns, seen.streamed + seen.copied > 0, trial);
         state.fits[seen.load] = fit;
@@ -89,8 +93,7 @@ __device__ __noinline__ void learn(const Step &step, const Outlook &outlook, boo
     int64_t alone = 0;
     if (division::may_compare(course) && rates.cpu.record_ns)
         alone = for_each(division::finished(rates, seen.wanted, seen.wanted), seen.wanted);
-    const int64_t took = for_each(static_cast<int64_t>(seen.ended - seen.begun), seen.wanted);
-    const bool next = division::advance(course, took, alone, step.bell.period);
+    const bool next = division::advance(course, for_each(took, seen.wanted), alone, step.bell.period);
     state.next_all_host = next;
     state.course_due = course.left <= 1 || seen.course.left <= 1 || seen.next_all_host != seen.all_host;
     state.course = course;
@@ -114,7 +117,7 @@ __device__ __forceinline__ int records_for_host(const Step &step, const Outlook 
     const Bell &bell = step.bell;
     if (missing == 0) return 0;
     if (!bell.divides || hosts_all(step, outlook)) return missing;
-    return division::share(rates_of(outlook.seen, division::load_of(places, wanted)), missing, tick);
+    return division::share(rates_of(bell, outlook.seen, division::load_of(places, wanted)), missing, tick);
 }
 
 // For the lesson of the next step. By one thread of each block that has done what crossed the link, and at the end:

@@ -301,7 +301,7 @@ __device__ __forceinline__ void resolve_block(const Step &step, const ResolveArg
     if constexpr (kBell) {
         if (divides && thread == noting) {
             const int streamed = misses - hosted_misses;
-            learn(tally.step, outlook, division::trial_of(tick_before) > 0);
+            learn(tally.step, outlook, division::trial_of(tick_before) != division::kNoTrial);
             note_step(step.bell, streamed, max(0, admitted - streamed), hosted, hits + misses, wanted_places,
                       tally.begun);
         }

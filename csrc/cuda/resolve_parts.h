@@ -62,14 +62,14 @@ struct Pair {
 struct Tally {
     unsigned long long bad;  // the first place out of range
     int admissions, evictions;
-    uint32_t *ring;            // DeviceState::trace
-    uint32_t absentees[32];    // bits, by expert: wanted and in no slot
-    Pair found[32];            // by 32 experts: hits and misses
-    Pair placed[32];           // places and tiles; of more tokens than one
-    unsigned long long begun;  // when, for the lesson of the step
+    uint32_t *ring;          // DeviceState::trace
+    uint32_t absentees[32];  // bits, by expert: wanted and in no slot
+    Pair found[32];          // by 32 experts: hits and misses
+    Pair placed[32];         // places and tiles; of more tokens than one
     // Of a pool with a doorbell:
     Outlook outlook;
-    Step step;  // for what is not inlined, to which parameters of the kernel are memory far away
+    unsigned long long begun;  // when the step began, for its lesson
+    Step step;                 // for what is not inlined, to which parameters of the kernel are memory far away
 };
 static_assert(sizeof(Tally) <= kTallyBytes, "resolve_shared_bytes has room for it");
 

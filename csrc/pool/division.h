@@ -11,9 +11,9 @@ namespace division {
 
 constexpr int64_t kRoundTripNs = 8000;  // of a request and its answer, besides what the CPU is at work
 constexpr int64_t kPassNs = 15000;      // of records that are read over the link, besides what the link is at work
-constexpr int kRelearn = 256;           // steps from a trial of what was learnt to the next, of a new pool fewer
+constexpr int kRelearn = 256;           // steps from a trial of what was learnt to the next, on average
 constexpr int kTrialSteps = 2;          // of a trial: not every step misses as many experts as it takes
-constexpr int kDear = 4, kRarely = 32;  // the CPU alone, if it takes so many times as long, only every so many times
+constexpr int kDear = 4, kRarely = 8;   // the CPU alone, if it takes so many times as long; of its trials every so many
 constexpr int kMostSlowed = 1 << 20;    // of Beside::cpu_1024ths: products stay in 64 bits
 constexpr int kTrial = 8;               // every so many steps a record may come in though the CPU computes all
 
@@ -28,18 +28,23 @@ struct Beside {
 };
 // What a record takes, over the link and by the CPU.
 struct Rates {
-    int64_t link_ns;
+    int64_t measured_ns;  // over the link, by copies when the pool was made: it is never quicker
+    int64_t link_ns;      // as the steps in which the CPU had nothing to do took of late
     Pace cpu;
     Beside beside;
+    bool in_turn;  // the CPU begins when the link is done: a node of the graph asks it
 };
 MOEPOOL_BOTH inline Beside begin_beside(int64_t link_ns) { return {static_cast<uint32_t>(link_ns), 1024}; }
 
 MOEPOOL_BOTH inline int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
 MOEPOOL_BOTH inline int64_t beside_link(const Rates &r, int64_t cpu_ns) { return cpu_ns * r.beside.cpu_1024ths / 1024; }
 MOEPOOL_BOTH inline int64_t finished(const Rates &r, int missing, int hosted) {
-    if (hosted == 0) return missing ? kPassNs + missing * r.link_ns : 0;
+    // Alone the link is no slower than beside the CPU.
+    const int64_t link = r.link_ns < r.beside.link_ns ? r.link_ns : r.beside.link_ns;
+    if (hosted == 0) return missing ? kPassNs + missing * link : 0;
     const int64_t cpu = r.cpu.base_ns + hosted * int64_t{r.cpu.record_ns};
     if (hosted == missing) return kRoundTripNs + cpu;
+    if (r.in_turn) return kPassNs + (missing - hosted) * link + kRoundTripNs + cpu;
     return larger(kPassNs + (missing - hosted) * int64_t{r.beside.link_ns}, kRoundTripNs + beside_link(r, cpu));
 }
 
@@ -59,28 +64,36 @@ MOEPOOL_BOTH inline int best_share(const Rates &r, int missing) {
     return finished(r, missing, missing) <= finished(r, missing, best) * 17 / 16 ? missing : best;
 }
 
-// Which of the trials of what was learnt the step of a tick is part of, counted from 1; 0: none. A new pool knows
-// little, so it tries from ticks 16, 32, 64, 128, and then from every kRelearn-th.
-MOEPOOL_BOTH inline int64_t trial_of(int64_t tick) {
-    const int64_t first = tick - tick % kTrialSteps;
-    if (first % kRelearn == 0) return 4 + first / kRelearn;
-    return first == 16 ? 1 : first == 32 ? 2 : first == 64 ? 3 : first == 128 ? 4 : 0;
+// Whether the step of a tick tries anew what was learnt, for it may be of a moment in which somebody else was at work:
+// by leaving all to the CPU, if that is not dear or in some of these trials even then, or by a division as if nothing
+// slowed the link or the CPU down. A new pool knows little, so it tries more often. The others are spread evenly, by
+// multiples of the golden ratio, and over whichever of the steps, so that none escape them, as of sequences that take
+// turns.
+enum Trial { kNoTrial, kAlone, kAloneIfDear, kUnslowed };
+MOEPOOL_BOTH inline Trial trial_of(int64_t tick) {
+    const int64_t number = tick / kTrialSteps;
+    if (number == 8 || number == 32) return kAloneIfDear;
+    if (number == 16 || number == 64) return kUnslowed;
+    constexpr uint32_t kShare = UINT32_MAX / (kRelearn / kTrialSteps);
+    const uint32_t place = static_cast<uint32_t>(number) * 2654435769u;
+    if (place >= kShare) return kNoTrial;
+    return place >= kShare / 2 ? kUnslowed : place >= kShare / (2 * kRarely) ? kAlone : kAloneIfDear;
 }
 
-// The share in the step of a tick. All, until the CPU's pace is known, which is learnt where it is alone. Now and then
-// what was learnt is tried anew, for it may be of a moment in which somebody else was at work: by turns the CPU alone,
-// which is left out mostly where that takes far longer, and a division as if the sides did not slow one another down.
+// The share in the step of a tick. All, until the CPU's pace is known, which is learnt where it is alone. If that is
+// dear, a single record tells enough of it.
 MOEPOOL_BOTH inline int share(Rates r, int missing, int64_t tick) {
     if (missing <= 0 || r.cpu.record_ns == 0) return missing;
     const int best = best_share(r, missing);
-    const int64_t trial = trial_of(tick);
-    if (trial == 0) return best;
-    if (trial % 2 == 0) {
-        r.beside = begin_beside(r.link_ns);
+    const Trial trial = trial_of(tick);
+    if (trial == kNoTrial) return best;
+    if (trial == kUnslowed) {
+        r.beside = begin_beside(r.measured_ns);
         return best_share(r, missing);
     }
-    const bool dear = finished(r, missing, missing) > kDear * finished(r, missing, best);
-    return dear && trial % kRarely != 1 ? best : missing;
+    const int64_t most = kDear * finished(r, missing, best);
+    if (finished(r, missing, missing) <= most) return missing;
+    return trial == kAloneIfDear || finished(r, missing, 1) <= most ? 1 : best;
 }
 
 // A mean of which the newest sample is one part.
@@ -107,9 +120,10 @@ struct Fit {
 constexpr int kFirst = 3;    // answers that are no measure: threads start, memory is touched
 constexpr int kNewest = 16;  // of which the newest is one part; one of a trial, maybe the only one in a long while,
 constexpr int kNewestOfTrial = 4;
-constexpr int kSettled = 64;                                         // enough to be counted as many
-constexpr float kUsualBase = 6000, kMostBase = 16000, kMost = 4e9f;  // of a pace
-constexpr float kPrior = 0.05f;  // of kUsualBase, in the unit of `spread`: counts most where n was always the same
+constexpr int kSettled = 64;                            // enough to be counted as many
+constexpr float kUsualBase = 6000, kBaseVaries = 8000;  // of a pace: from machine to machine
+constexpr float kAnswersVary = 0.1f;                    // from one answer to the next
+constexpr float kMost = 4e9f;
 
 // Such as is far quicker than it was thought to be, which is believed soon.
 MOEPOOL_BOTH inline bool far_quicker(float sample, float thought) { return sample < thought * 0.75f; }
@@ -133,29 +147,37 @@ MOEPOOL_BOTH inline void learn(Fit &fit, int records, uint32_t took_ns, bool lin
     fit.took += off_t * part;
     fit.spread = (1 - part) * (fit.spread + part * off_n * off_n);
     fit.together = (1 - part) * (fit.together + part * off_n * off_t);
-    // Through the mean, for a line that is drawn far from it need not mean anything: few answers of steps that missed
-    // thirty experts could else say that none takes a third of a millisecond.
-    const float half = fit.took / 2, base_then = half < kUsualBase ? half : kUsualBase;
-    const float slope = (fit.together + kPrior * (fit.took - base_then) / fit.n) / (fit.spread + kPrior);
-    const float most = half < kMostBase ? half : kMostBase, drawn = fit.took - slope * fit.n;
-    const float base = drawn < 0 ? 0 : drawn > most ? most : drawn, record = (fit.took - base) / fit.n;
+    // The line goes through the mean, and its base is believed as far as the answers can tell it: those of dozens of
+    // records, or always of as many, say next to nothing of none.
+    const float half = fit.took / 2, usual = half < kUsualBase ? half : kUsualBase;
+    const float off = kAnswersVary * fit.took * fit.n;
+    const float told = 2 * kNewest * fit.spread * kBaseVaries * kBaseVaries, believed = told / (told + off * off + 1);
+    const float drawn = fit.spread > 0 ? fit.took - fit.together / fit.spread * fit.n : usual;
+    const float line = usual + believed * (drawn - usual), base = line < 0 ? 0 : line > half ? half : line;
+    const float record = (fit.took - base) / fit.n;
     fit.pace = {static_cast<uint32_t>(base), record < 1       ? 1
                                              : record < kMost ? static_cast<uint32_t>(record)
                                                               : static_cast<uint32_t>(kMost)};
 }
 
-// The lesson of a divided step: that the device was ready at one time, and the CPU so long at work.
+// The lesson of what was learnt so far and another sample.
+MOEPOOL_BOTH inline uint32_t next_mean(int64_t old, int64_t sample, bool trial) {
+    return mean(static_cast<uint32_t>(old), sample, sample < old * 3 / 4 ? 2 : trial ? kNewestOfTrial : kNewest);
+}
+// Of a step whose misses all crossed the link, that it took so long.
+MOEPOOL_BOTH inline uint32_t next_link(const Rates &r, int streamed, int64_t took, bool trial) {
+    return next_mean(r.link_ns, larger((took - kPassNs) / streamed, r.measured_ns), trial);
+}
+// Of a divided step, that the device was ready at one time, and the CPU so long at work. Its pace is known.
 MOEPOOL_BOTH inline Beside next_beside(const Rates &r, int streamed, int64_t ready, int hosted, int64_t cpu_ns,
                                        bool trial) {
-    const auto learnt = [&](uint32_t old, int64_t sample) {
-        return mean(old, sample, sample < int64_t{old} * 3 / 4 ? 2 : trial ? kNewestOfTrial : kNewest);
-    };
-    Beside next = r.beside;
-    next.link_ns = learnt(next.link_ns, larger((ready - kPassNs) / streamed, r.link_ns));
-    if (r.cpu.record_ns == 0) return next;
     const int64_t slowed = cpu_ns * 1024 / (r.cpu.base_ns + hosted * int64_t{r.cpu.record_ns});
-    next.cpu_1024ths = learnt(next.cpu_1024ths, slowed < 1024 ? 1024 : slowed > kMostSlowed ? kMostSlowed : slowed);
-    return next;
+    return {next_mean(r.beside.link_ns, larger((ready - kPassNs) / streamed, r.measured_ns), trial),
+            next_mean(r.beside.cpu_1024ths,
+                      slowed < 1024          ? 1024
+                      : slowed > kMostSlowed ? kMostSlowed
+                                             : slowed,
+                      trial)};
 }
 
 // Whether one that was wanted so often may take the place of one that was wanted so often. Nearly as often is not

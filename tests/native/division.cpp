@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cstdio>
 #include <cstdlib>
+#include <tuple>
 #include <vector>
 
 using namespace moepool;
@@ -18,7 +19,7 @@ int64_t below(int64_t bound) {
     return static_cast<int64_t>((state >> 33) % static_cast<uint64_t>(bound));
 }
 Rates rates(int64_t link, int64_t base, int64_t record) {
-    return {link, {static_cast<uint32_t>(base), static_cast<uint32_t>(record)}, begin_beside(link)};
+    return {link, link, {static_cast<uint32_t>(base), static_cast<uint32_t>(record)}, begin_beside(link), false};
 }
 
 // No other share ends sooner, but for all, and all ends little later or is not chosen.
@@ -37,6 +38,13 @@ void best_of_all() {
     }
     CHECK(best_share(rates(51000, 1000, 20000), 1) == 1);
     CHECK(best_share(rates(20000, 1000, 50000), 1) == 0);
+    // One side behind the other: no division is better than the better side.
+    for (int i = 0; i < 2000; ++i) {
+        Rates turns = rates(1 + below(200000), below(20000), 1 + below(200000));
+        turns.in_turn = true;
+        const int missing = 1 + static_cast<int>(below(20)), c = best_share(turns, missing);
+        CHECK(c == missing || (c == 0 && finished(turns, missing, 0) < finished(turns, missing, missing)));
+    }
     // Nobody is quicker beside another than alone; what a busy moment had taught goes soon, or with the trials.
     Rates r = rates(50000, 8000, 20000);
     r.beside = next_beside(r, 2, kPassNs - 1, 2, 1, false);
@@ -51,7 +59,7 @@ void best_of_all() {
         CHECK(r.beside.link_ns < 57500 && r.beside.cpu_1024ths < 1230);
     }
     // Nothing that both sides may be seen to take is an overflow.
-    Rates most = rates(UINT32_MAX, 0, 1);
+    Rates most = rates(UINT32_MAX, 1, 1);
     for (int i = 0; i < 1000; ++i) most.beside = next_beside(most, 1, int64_t{1} << 62, 1, UINT32_MAX, i % 2 > 0);
     CHECK(most.beside.link_ns > UINT32_MAX / 2 && most.beside.cpu_1024ths > kMostSlowed / 2);
     most.cpu = {UINT32_MAX, UINT32_MAX};
@@ -61,8 +69,8 @@ void best_of_all() {
 // A machine whose link and CPU slow one another down, as both read the same memory, and what a pool on it knows.
 struct Machine {
     int64_t link, beside_link, base, record, beside_record;
-    int busy = 1;   // times that both take while somebody else is at work
-    int noise = 0;  // percent
+    int busy = 1, link_busy = 1;  // times that both, or the link, take while somebody else is at work
+    int noise = 0;                // percent
     Rates known;
     Fit fit{};
 
@@ -73,7 +81,9 @@ struct Machine {
           record(15000 + below(30000)),
           beside_record(record * (100 + below(most_slowed_cpu)) / 100),
           known(rates(link, 0, 0)) {}
-    int64_t device(int missing, int c) const { return kPassNs + (missing - c) * (c ? beside_link : link) * busy; }
+    int64_t device(int missing, int c) const {
+        return kPassNs + (missing - c) * (c ? beside_link : link) * busy * link_busy;
+    }
     int64_t cpu(int missing, int c) const { return (base + c * (c < missing ? beside_record : record)) * busy; }
     int64_t took(int missing, int c) const {
         return larger(c < missing ? device(missing, c) : 0, c ? kRoundTripNs + cpu(missing, c) : 0);
@@ -87,14 +97,17 @@ struct Machine {
     int step(int missing, int64_t tick) {
         const int c = share(known, missing, tick);
         CHECK(c >= 0 && c <= missing);
+        const bool trial = trial_of(tick) != kNoTrial;
+        if (c == 0 && missing > 0)
+            known.link_ns = next_link(known, missing, device(missing, 0) + below(2001) - 1000, trial);
         if (c == 0) return c;
         const int64_t took = cpu(missing, c) * (noise ? 100 - noise + below(2 * noise + 1) : 100) / 100;
         if (c < missing)
-            known.beside =
-                next_beside(known, missing - c, device(missing, c) + below(2001) - 1000, c, took, trial_of(tick) > 0);
-        learn(fit, c, static_cast<uint32_t>(took), c < missing, trial_of(tick) > 0);
+            known.beside = next_beside(known, missing - c, device(missing, c) + below(2001) - 1000, c, took, trial);
+        learn(fit, c, static_cast<uint32_t>(took), c < missing, trial);
         known.cpu = fit.pace;
-        CHECK(known.beside.link_ns >= known.link_ns && known.beside.cpu_1024ths >= 1024);
+        CHECK(known.beside.link_ns >= known.measured_ns && known.beside.cpu_1024ths >= 1024);
+        CHECK(known.link_ns >= known.measured_ns);
         return c;
     }
 };
@@ -157,6 +170,18 @@ void a_slow_cpu() {
         for (int64_t tick = 100000; tick < 200000; ++tick) asked += machine.step(8, tick) > 0;
         CHECK(asked > 20000);
     }
+    // At a trial of it alone it has all; one record if all takes more than four times as long as what is best; and if
+    // that one does, too, none but in a few trials.
+    int64_t alone = 200, dear = 200;
+    while (trial_of(alone) != kAlone) ++alone;
+    while (trial_of(dear) != kAloneIfDear) ++dear;
+    for (const auto &[record, at_most, at_some] : {std::tuple{130000, 4, 4}, {170000, 1, 1}, {1000000, 0, 1}}) {
+        const Rates slow = rates(30000, 8000, record);
+        CHECK(best_share(slow, 4) == 0);
+        CHECK((finished(slow, 4, 4) <= 4 * finished(slow, 4, 0)) == (at_most == 4));
+        CHECK((finished(slow, 4, 1) <= 4 * finished(slow, 4, 0)) == (at_most > 0));
+        CHECK(share(slow, 4, alone) == at_most && share(slow, 4, dear) == at_some);
+    }
     // Until its pace is known it computes all, alone.
     CHECK(share(rates(50000, 0, 0), 8, 1) == 8 && share(rates(50000, 0, 0), 0, 1) == 0);
 }
@@ -179,6 +204,32 @@ void many_misses_become_few() {
         }
         CHECK(all * 100 <= std::min(by_cpu, by_link) * 103);
     }
+}
+
+// Whatever happened, and whichever of the steps miss: in the end a pool is no slower than the better of its sides.
+void nothing_is_learnt_for_ever() {
+    enum { kSlowAtFirst, kBusyLink, kLinkWasBusy, kLinkAtHalf };
+    for (const int what : {kSlowAtFirst, kBusyLink, kLinkWasBusy, kLinkAtHalf})
+        for (int i = 0; i < 300; ++i) {
+            Machine machine(40, 25);
+            if (what == kLinkWasBusy) machine.record = machine.beside_record = 2 * machine.link;
+            if (what == kLinkAtHalf) machine.known.measured_ns = machine.known.link_ns = machine.link / 2;
+            const int turns = 1 + i % 5, turn = static_cast<int>(below(turns)), most = 1 + static_cast<int>(below(6));
+            int64_t all = 0, by_cpu = 0, by_link = 0;
+            for (int64_t tick = 1; tick < 30000; ++tick) {
+                if (what == kSlowAtFirst) machine.busy = tick < 300 ? 5 : 1;
+                if (what == kBusyLink) machine.link_busy = tick < 3000 ? 1 : 3;
+                if (what == kLinkWasBusy) machine.link_busy = tick > 1000 && tick < 5000 ? 4 : 1;
+                const int missing = tick % turns == turn ? 1 + static_cast<int>(below(most)) : 0;
+                if (missing == 0) continue;
+                const int c = machine.step(missing, tick);
+                if (tick <= 15000) continue;
+                all += machine.took(missing, c);
+                by_cpu += machine.took(missing, missing);
+                by_link += machine.took(missing, 0);
+            }
+            CHECK(all * 100 <= std::min(by_cpu, by_link) * 102);
+        }
 }
 
 // The pace is that of the CPU alone, told by whatever says something of it.
@@ -208,6 +259,10 @@ void paces() {
     fit = {};
     for (int i = 0; i < kFirst + 6; ++i) learn(fit, 25 + i % 6, 700000, false, false);
     CHECK(fit.pace.base_ns <= 16000 && at(fit, 2) < 80000);
+    // Nor if many took less than few: both parts stay what they can be.
+    fit = {};
+    for (int i = 0; i < 100; ++i) learn(fit, i % 2 ? 1 : 2, i % 2 ? 120000 : 110000, false, false);
+    CHECK(fit.pace.base_ns > 50000 && fit.pace.base_ns < 62000 && fit.pace.record_ns > 30000);
     // A trial's counts more.
     for (const bool trial : {false, true}) {
         fit = {};
@@ -232,8 +287,11 @@ void paces() {
     fit.answers = INT32_MAX - 1;
     for (int i = 0; i < 1000; ++i) {
         learn(fit, i % 2 ? 1 : 512, UINT32_MAX, false, false);
-        CHECK(fit.pace.record_ns > 0 && fit.pace.record_ns <= 4000000000u && fit.pace.base_ns <= 16000);
+        CHECK(fit.pace.record_ns > 0 && fit.pace.record_ns <= 4000000000u);
     }
+    fit = {};
+    for (int i = 0; i < 10; ++i) learn(fit, 1, UINT32_MAX, false, false);
+    CHECK(fit.pace.record_ns == 4000000000u);
     fit = {};
     for (int i = 0; i < 100; ++i) learn(fit, 512, 0, false, false);
     CHECK(fit.pace.record_ns == 1);
@@ -243,22 +301,38 @@ void paces() {
     CHECK(load_of(65, 8) == 4 && load_of(512, 1) == 4);
 }
 
-// Each of a pair of steps, soon and then at times: by turns the CPU alone, though a division is better, and a division
-// as if nobody was slowed down, though the CPU alone is.
+// Pairs of steps, soon and then at times, in whatever pattern the steps come: the CPU alone, though a division is
+// better, and a division as if nobody was slowed down, though the CPU alone is.
 void trials() {
-    std::vector<int64_t> at;
-    for (int64_t tick = 2; tick < 1030; ++tick)
-        if (trial_of(tick)) at.push_back(tick);
-    CHECK((at == std::vector<int64_t>{16, 17, 32, 33, 64, 65, 128, 129, 256, 257, 512, 513, 768, 769, 1024, 1025}));
     const Rates divide = rates(30000, 8000, 30000);
     Rates together = rates(30000, 8000, 14000);
     together.beside = {200000, 4096};
-    CHECK(share(divide, 4, 3) < 4 && share(together, 4, 3) == 4);
-    for (size_t i = 0; i < at.size(); ++i) {
-        const bool alone = i / 2 % 2 == 0;
-        CHECK(share(divide, 4, at[i]) == (alone ? 4 : best_share(divide, 4)));
-        CHECK((share(together, 4, at[i]) == 4) == alone);
+    CHECK(best_share(divide, 4) < 4 && best_share(together, 4) == 4);
+    int early = 0;
+    for (int64_t tick = 2; tick < 200; ++tick) early += trial_of(tick) != kNoTrial;
+    CHECK(early >= 8 && early <= 12);
+    constexpr int64_t kSteps = 400000;
+    int64_t times[4] = {};
+    for (int64_t tick = 200; tick < kSteps; ++tick) {
+        const Trial trial = trial_of(tick);
+        ++times[trial];
+        CHECK(trial == trial_of(tick ^ 1));
+        CHECK(share(divide, 4, tick) == (trial == kAlone || trial == kAloneIfDear ? 4 : best_share(divide, 4)));
+        CHECK((share(together, 4, tick) == 4) == (trial != kUnslowed));
     }
+    CHECK(times[kUnslowed] > kSteps / 265 && times[kUnslowed] < kSteps / 247);
+    CHECK(times[kAlone] + times[kAloneIfDear] > kSteps / 265 && times[kAlone] + times[kAloneIfDear] < kSteps / 247);
+    CHECK(times[kAloneIfDear] * 7 > times[kAlone] * 9 / 10 && times[kAloneIfDear] * 7 < times[kAlone] * 11 / 10);
+    for (int turns = 2; turns <= 16; ++turns)
+        for (int turn = 0; turn < turns; ++turn) {
+            int64_t alone = 0, unslowed = 0;
+            for (int64_t tick = 200 - 200 % turns + turn; tick < kSteps; tick += turns) {
+                alone += trial_of(tick) == kAlone || trial_of(tick) == kAloneIfDear;
+                unslowed += trial_of(tick) == kUnslowed;
+            }
+            const int64_t even = kSteps / (256 * turns);
+            CHECK(alone > even * 9 / 10 && unslowed > even * 9 / 10);
+        }
 }
 
 // What comes in beside what the CPU computes.
@@ -284,7 +358,7 @@ Run run(int64_t slots_ns, int64_t cpu_ns, int64_t predicted, int steps, int peri
     bool all = false;
     for (int i = 0; i < steps; ++i) {
         const int64_t took = (all ? cpu_ns : slots_ns) * (97 + below(7)) / 100;
-        all = advance(r.course, took, predicted, period);
+        all = advance(r.course, took, may_compare(r.course) ? predicted : 0, period);
         r.alone += all;
         r.back += r.course.phase == kBack;
     }
@@ -368,6 +442,7 @@ int main() {
     busy_moments_pass();
     a_slow_cpu();
     many_misses_become_few();
+    nothing_is_learnt_for_ever();
     paces();
     trials();
     admissions();

@@ -275,6 +275,8 @@ void follow(int seed, Totals &totals) {
         if (miss == MOEPOOL_MISS_AUTO) {
             if (!all_host) check(hosted == divided.hosted, what + "whom the CPU computes");
             const int streamed = step.misses - hosted_misses, admitted = static_cast<int>(step.admissions.size());
+            check(device.bell.trial == (division::trial_of(after.tick - !wanted.empty()) != division::kNoTrial),
+                  what + "trial");
             check(device.bell.streamed == streamed, what + "streamed");
             check(device.bell.copied == std::max(0, admitted - streamed), what + "copied");
             check(device.bell.hosted == static_cast<int>(hosted.size()), what + "noted for the lesson");

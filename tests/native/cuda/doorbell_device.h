@@ -15,7 +15,7 @@ inline uint32_t outlook_word(const Bell &, int) { return 0; }
 inline void keep_word(Outlook &, int, uint32_t) {}
 inline bool hosts_all(const Step &step, const Outlook &) { return step.bell.divides && step.bell.state->all_host; }
 inline unsigned long long device_ns() { return 0; }
-inline void learn(const Step &, const Outlook &, bool) {}
+inline void learn(const Step &step, const Outlook &, bool trial) { step.bell.state->trial = trial; }
 inline int records_for_host(const Step &step, const Outlook &outlook, int missing, int wanted, int places, int64_t) {
     step.bell.state->offered = wanted;
     step.bell.state->places = places;
