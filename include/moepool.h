@@ -152,7 +152,7 @@ typedef struct moepool_doorbell_settings {
                          * pools waits so long once, and then 10 ms a pool. A display's watchdog ends kernels after
                          * 2 s */
     int32_t host_nodes; /* 1: a host function of the stream or graph asks, and no kernel waits: slower by some 35 to
-                         * 55 us a layer. 0: kernels wait. -1: they do where that is safe, which it is not under
+                         * 80 us a layer. 0: kernels wait. -1: they do where that is safe, which it is not under
                          * Windows */
     int32_t period;     /* with miss = auto, steps of a pool from one comparison with the CPU alone to the next: 2048.
                          * Below 0, for tests: also where the CPU has no prospect */

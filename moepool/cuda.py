@@ -234,7 +234,7 @@ def set_doorbell(*, timeout: float = 1.0, host_nodes: bool | None = None) -> Non
         long as the CPU takes up no request other pools give up after 10 milliseconds, so that a graph of
         many layers waits once. A display's watchdog ends kernels after 2 seconds.
     host_nodes : bool, optional
-        True: a host function in the stream or graph asks, and no kernel waits; some 35 to 55 microseconds a
+        True: a host function in the stream or graph asks, and no kernel waits; some 35 to 80 microseconds a
         layer slower. False: kernels wait. None: kernels wait where that is safe, which it is not under
         Windows.
 
