@@ -49,10 +49,10 @@ from moepool.runner.generate import Generation, Sampling, generate
 from moepool.runner.info import ModelInfo
 from moepool.runner.model import Checkpoint, Model, Placement
 from moepool.runner.perplexity import Perplexity, perplexity
-from moepool.runner.profile import HEADER as PROFILE_HEADER
 from moepool.runner.profile import RoutingProfile
 from moepool.runner.table import format_table
 from moepool.trace import Trace, trace_model
+from moepool.tracefile import PROFILE_HEADER
 
 
 class _Commands(click.Group):

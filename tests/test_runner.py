@@ -30,9 +30,9 @@ from moepool.runner import (
     generate,
 )
 from moepool.runner.generate import Sampler
-from moepool.runner.profile import HEADER
 from moepool.runner.table import format_table
 from moepool.runner.tokenizer import _BYTE_TO_CHAR
+from moepool.tracefile import PROFILE_HEADER
 from tests import shared
 
 PROMPT = "import os\n\n\ndef main(argv):\n"
@@ -683,7 +683,7 @@ def test_profiles_may_be_concatenated(tmp_path: Path) -> None:
 )
 def test_a_bad_line_of_a_profile_is_numbered(tmp_path: Path, line: str) -> None:
     path = tmp_path / "profile.csv"
-    path.write_text(f"{HEADER}\nprompt,0,1,2\n{line}\n")
+    path.write_text(f"{PROFILE_HEADER}\nprompt,0,1,2\n{line}\n")
     with pytest.raises(FormatError, match="line 3"):
         RoutingProfile.load(path, 2, 4)
 

@@ -16,8 +16,6 @@ from moepool.errors import ArgumentError, FormatError
 from moepool.runner.model import Observer
 from moepool.tracefile import PROFILE_HEADER
 
-HEADER = PROFILE_HEADER
-
 ProfilePhase = Literal["prompt", "decode"]
 
 
@@ -61,7 +59,7 @@ class RoutingProfile:
 
     def save(self, path: str | Path) -> None:
         """Writes the CSV, experts that were never wanted left out."""
-        lines = [HEADER]
+        lines = [PROFILE_HEADER]
         for phase in get_args(ProfilePhase):
             counts = getattr(self, phase)
             lines += [
@@ -87,7 +85,7 @@ class RoutingProfile:
             raise ArgumentError(f"profile {path}: {error}") from None
         profile = cls(layers, experts)
         for number, line in enumerate(text.splitlines(), start=1):
-            if line.strip() in ("", HEADER):
+            if line.strip() in ("", PROFILE_HEADER):
                 continue
             phase, *numbers = line.strip().split(",")
             if (
@@ -95,7 +93,7 @@ class RoutingProfile:
                 or len(numbers) != 3
                 or not all(n.isascii() and n.isdigit() for n in numbers)
             ):
-                raise FormatError(f"profile {path}, line {number}: {line!r} is not {HEADER}")
+                raise FormatError(f"profile {path}, line {number}: {line!r} is not {PROFILE_HEADER}")
             layer, expert, count = map(int, numbers)
             if layer >= layers or expert >= experts:
                 raise FormatError(
