@@ -140,7 +140,6 @@ PolicyConfig draw_policy() {
 struct Divided {
     std::set<int> hosted;
     std::vector<Residency::Choice> chosen;
-    int most = 0;  // admissions
 };
 Divided divide(const Residency &law, int admit, const std::vector<int> &wanted, const std::vector<int> &leases,
                int hosted_misses) {
@@ -152,14 +151,14 @@ Divided divide(const Residency &law, int admit, const std::vector<int> &wanted, 
     const int misses = static_cast<int>(missing.size());
     bool empty = false;
     for (int s = 0; s < law.slots(); ++s) empty |= before.expert_in[s] < 0 && !leases[s] && !policy::keeps(p, s);
-    Divided d;
-    d.most = std::min(policy::most_admissions(admit, misses, law.slots(), law.experts()),
-                      division::most_admitted(misses - hosted_misses, empty, before.tick));
-    Residency probe(law.experts(), law.slots(), p, d.most);
+    const int most = std::min(policy::most_admissions(admit, misses, law.slots(), law.experts()),
+                              division::most_admitted(misses - hosted_misses, empty, before.tick));
+    Residency probe(law.experts(), law.slots(), p, most);
     probe.restore(before);
     const Residency::Step &step = probe.step(wanted, false, leases);
     const std::vector<Use> uses = probe.snapshot().uses;
     const uint32_t epoch = policy::counts(p) ? policy::epoch_of(p, before.tick + 1) : 0;
+    Divided d;
     for (const auto &a : step.admissions) {
         const bool outweighs = p.guard || (policy::counts(p) && hosted_misses == misses);
         if (!outweighs || a.evicted < 0 ||
