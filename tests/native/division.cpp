@@ -93,7 +93,8 @@ struct Machine {
         for (int c = 1; c <= missing; ++c) least = std::min(least, took(missing, c));
         return least;
     }
-    // A step, as a device and the CPU take it: the share. Nobody knows what the others' lessons will be in time.
+    // A step, as a device and the CPU take it: the share. What is told of the link is off by up to a microsecond.
+    // Nobody knows what the others' lessons will be in time.
     int step(int missing, int64_t tick) {
         const int c = share(known, missing, tick);
         CHECK(c >= 0 && c <= missing);
