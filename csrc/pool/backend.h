@@ -34,7 +34,8 @@ class DeviceSteps {
     virtual ~DeviceSteps() = default;
     // Why a step of this shape can not be taken here; NULL: it can.
     virtual const char *refuses(int64_t tokens, int64_t k) const = 0;
-    // The launch geometry of a step that is not refused.
+    // The launch geometry of a step that is not refused, and whether the CPU computes misses if there are so many
+    // slots.
     virtual std::string describe(int64_t tokens, int64_t k, int slots) const = 0;
     virtual void run(const moepool_ids &ids, const moepool_rows &x, const void *weights, moepool_dtype weights_dtype,
                      float *out, void *stream) = 0;
